@@ -1,37 +1,23 @@
-"""Every message on TinyLoop's wires, in both directions, and their encoding.
+"""Every message on TinyLoop's wires, in both directions.
 
-A message is a frozen dataclass; on the wire it is a msgpack array `[VERSION, tag, field, ...]`, nested dataclasses are plain
-arrays of their fields, and token lists are packed little-endian uint32. Decoding checks the known fields and ignores
-further ones, so fields may be appended (with defaults). Anything else raises `BadMessage`: the receiver counts, logs and drops it.
-This module knows no sockets and no state; clients, scheduler and workers all import it.
+A message is a frozen dataclass; `codec.py` says how it travels. This module knows no sockets and no state; clients,
+scheduler and workers all import it. Fields may be appended with defaults; anything that does not decode raises
+`BadMessage`: the receiver counts, logs and drops it.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import msgpack
+from scheduler.codec import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
+from scheduler.codec import VERSION as VERSION
+from scheduler.codec import BadMessage as BadMessage
+from scheduler.codec import Tokens as Tokens
+from scheduler.codec import pack, unpack
 
-VERSION = 1
-MAX_MESSAGE_BYTES = 64 << 20  # a hello's answer carries the model card with its tokenizer
 CLIENT_ID_BYTES = 16
 BLOCK_SIZE = 64  # positions per KV block; prefixes match at its multiples
-
-
-class BadMessage(ValueError):
-    """What a peer sent is not a message: wrong encoding, version, tag, length or field type."""
-
-
-class Tokens(tuple[int, ...]):
-    """Token ids; packed uint32 on the wire."""
-
-    __slots__ = ()
-
 
 # ---------------------------------------------------------------------------------------------- parameters of a request
 
@@ -485,139 +471,18 @@ FROM_CLIENT = (Hello, Submit, ClientBeat, Cancel, Finish, StatsQuery, PrefixComm
 FROM_WORKER = (Register, StepDone, WorkerBeat)
 
 _TAG_OF = {cls: tag for tag, cls in _TAGS.items()}
-_Packer = Callable[[Any], Any]
-_Field = tuple[str, _Packer, _Packer]  # name, to wire, from wire (raises BadMessage)
-_codecs: dict[type[Any], tuple[list[_Field], int]] = {}
-
-MessageT = TypeVar("MessageT")
+_MessageT = TypeVar("_MessageT")
 
 
 def encode(message: Any) -> bytes:
     """A message as one frame."""
-    cls = type(message)
-    packed: bytes = msgpack.packb([VERSION, _TAG_OF[cls], *_to_wire(cls, message)])
-    return packed
+    return pack(_TAG_OF[type(message)], message)
 
 
-def decode(frame: bytes, allowed: tuple[type[MessageT], ...]) -> MessageT:
+def decode(frame: bytes, allowed: tuple[type[_MessageT], ...]) -> _MessageT:
     """The message in a frame.
 
     Raises:
         BadMessage: it is not one, its version is another, or its type is not among `allowed`.
     """
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"{len(frame)} bytes, more than {MAX_MESSAGE_BYTES}")
-    try:
-        array_ = msgpack.unpackb(frame, use_list=False, strict_map_key=True)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as ex:
-        raise BadMessage(f"not msgpack: {ex}") from None
-    if not isinstance(array_, tuple) or len(array_) < 2:
-        raise BadMessage("not an array of version, tag and fields")
-    version, tag = array_[0], array_[1]
-    if version != VERSION:
-        raise BadMessage(f"version {version!r:.40}, this side speaks {VERSION}")
-    cls = _TAGS.get(tag) if isinstance(tag, int) else None
-    if cls is None or cls not in allowed:
-        raise BadMessage(f"tag {tag!r:.40} is not accepted here")
-    message: MessageT = _from_wire(cls, array_[2:])
-    return message
-
-
-def _to_wire(cls: type[Any], message: Any) -> list[Any]:
-    return [to(getattr(message, name)) for name, to, _ in _codec(cls)[0]]
-
-
-def _from_wire(cls: type[Any], values: Any) -> Any:
-    codec, num_required = _codec(cls)
-    if not isinstance(values, tuple) or len(values) < num_required:
-        raise BadMessage(f"{cls.__name__}: expected at least {num_required} fields")
-    try:
-        return cls(*[back(value) for (_, _, back), value in zip(codec, values, strict=False)])
-    except BadMessage as ex:
-        raise BadMessage(f"{cls.__name__}: {ex}") from None
-
-
-def _codec(cls: type[Any]) -> tuple[list[_Field], int]:
-    codec = _codecs.get(cls)
-    if codec is None:
-        hints = get_type_hints(cls)
-        listed = [(f.name, *_coder(hints[f.name])) for f in fields(cls)]
-        num_required = sum(f.default is f.default_factory for f in fields(cls))  # both MISSING
-        codec = _codecs[cls] = (listed, num_required)
-    return codec
-
-
-def _coder(kind: Any) -> tuple[_Packer, _Packer]:
-    """The pair (to wire, from wire) for one annotated type."""
-    if kind is Tokens:
-        return _pack_tokens, _unpack_tokens
-    if kind in (int, str, bytes, bool):
-        return _same, _checked(kind)
-    if kind is float:
-        return float, _float
-    if is_dataclass(kind):
-        cls: Any = kind
-        return (lambda message: _to_wire(cls, message)), (lambda values: _from_wire(cls, values))
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType) and NoneType in args:
-        to, back = _coder(next(a for a in args if a is not NoneType))
-        return (lambda v: None if v is None else to(v)), (lambda v: None if v is None else back(v))
-    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        to, back = _coder(args[0])
-        return (lambda vs: [to(v) for v in vs]), (lambda vs: tuple([back(v) for v in _tuple(vs)]))
-    if origin is tuple:
-        coders = [_coder(a) for a in args]
-        return (
-            lambda vs: [to(v) for (to, _), v in zip(coders, vs, strict=True)],
-            lambda vs: tuple([back(v) for (_, back), v in zip(coders, _tuple(vs, len(coders)), strict=True)]),
-        )
-    if origin is dict:
-        return _same, _series
-    raise TypeError(f"no wire form for {kind}")
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _checked(kind: type[Any]) -> _Packer:
-    def check(value: Any) -> Any:
-        if type(value) is not kind:
-            raise BadMessage(f"expected {kind.__name__}, got {type(value).__name__}")
-        return value
-
-    return check
-
-
-def _float(value: Any) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise BadMessage(f"expected a number, got {type(value).__name__}")
-    return float(value)
-
-
-def _tuple(value: Any, length: int | None = None) -> tuple[Any, ...]:
-    if not isinstance(value, tuple) or (length is not None and len(value) != length):
-        raise BadMessage(f"expected an array, got {type(value).__name__}")
-    return value
-
-
-def _series(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        raise BadMessage(f"expected a map, got {type(value).__name__}")
-    return {_checked(str)(k): _float(v) for k, v in value.items()}
-
-
-def _pack_tokens(tokens: Tokens) -> bytes:
-    words = array("I", tokens)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
-
-
-def _unpack_tokens(packed: Any) -> Tokens:
-    if not isinstance(packed, bytes) or len(packed) % 4:
-        raise BadMessage("expected packed token ids")
-    words = array("I", packed)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return Tokens(words)
+    return unpack(frame, _TAGS, allowed)
