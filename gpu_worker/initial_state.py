@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.model_config import StateInit
@@ -30,12 +31,15 @@ def initial_state(
         bits = _mix(rows[:, None] + (np.arange(1, d_model + 1, dtype=np.uint64) * _GOLDEN)[None, :])
     uniform = ((bits >> np.uint64(41)).astype(np.float64) + 0.5) / (1 << 23)
     cut = torch.special.ndtr(torch.tensor(-init.cut, dtype=torch.float64))
-    return (init.std * torch.special.ndtri(cut + torch.from_numpy(uniform) * (1 - 2 * cut))).float()
+    noise: torch.Tensor = init.std * torch.special.ndtri(
+        cut + torch.from_numpy(uniform) * (1 - 2 * cut)
+    )
+    return noise.float()
 
 
-def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
+def _mix(x: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014): each output bit depends on each input bit."""
     x = np.asarray(x, dtype=np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return np.asarray(x ^ (x >> np.uint64(31)), dtype=np.uint64)

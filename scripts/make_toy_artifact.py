@@ -125,13 +125,15 @@ def toy_config(variant: str = "pre", **overrides: Any) -> ModelConfig:
     exit_ = Exit(
         values.pop("exit", "none"), values.pop("exit_threshold", None), values.pop("min_loops", 1)
     )
-    parts = {cls: cls(**_take(values, cls, set())) for cls in (Arch, Stages, Loop)}
-    eos = (256,) if parts[Arch].vocab >= VOCAB else ()
+    arch = Arch(**_take(values, Arch, set()))
+    stages = Stages(**_take(values, Stages, set()))
+    loop = Loop(**_take(values, Loop, set()))
+    eos = (256,) if arch.vocab >= VOCAB else ()
     config = ModelConfig(
         values.pop("name"),
-        parts[Arch],
-        parts[Stages],
-        parts[Loop],
+        arch,
+        stages,
+        loop,
         exit_,
         SpecialTokens(None, eos, None),
         values.pop("dtype", "fp32"),
