@@ -1,0 +1,104 @@
+"""Serves the stack in the foreground: starts the Procfile through honcho, says when it is ready, ends with status 0.
+
+Called by scripts/up once the virtual environment is there. Knows nothing of how the processes work; it looks at
+/healthz from outside and passes SIGTERM and SIGINT on, whereupon scripts/keep drains the stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from scheduler.config import BadSetting, Settings, exit_bad_setting  # noqa: E402
+
+STOPPED_BY_SIGNAL = (130, 143)  # honcho's statuses for SIGINT and SIGTERM
+POLL_S = 0.1
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    logging.getLogger("scheduler.config").setLevel(logging.ERROR)  # the processes warn
+    environ = dict(os.environ)
+    environ.setdefault("PORT", "8000")  # else honcho would choose 5000
+    settings = Settings.from_env_or_exit(environ)
+    check_port_is_free(settings)
+    honcho = subprocess.Popen(
+        # no .env file: it would override the caller's PORT
+        [sys.executable, "-m", "honcho", "-e", os.devnull, "-f", str(ROOT / "Procfile"), "start"],
+        env=environ,
+        start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop(honcho))
+    announce_when_ready(settings, honcho)
+    status = honcho.wait()
+    return 0 if status in STOPPED_BY_SIGNAL else status
+
+
+def check_port_is_free(settings: Settings) -> None:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as ex:
+            where = f"a free port of {settings.host} ({ex.strerror or ex})"
+            exit_bad_setting(BadSetting("PORT", settings.port, where))
+
+
+def stop(honcho: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        honcho.send_signal(signal.SIGTERM)
+
+
+def announce_when_ready(settings: Settings, honcho: subprocess.Popen[bytes]) -> None:
+    """Follows /healthz until it says ok (or honcho has ended), showing each new reason why it does not yet."""
+    shown = ""
+    while honcho.poll() is None:
+        status, text = health(settings)
+        if status == 200:
+            url = base_url(settings)
+            body = '{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}'
+            print(
+                f"TinyLoop is ready on {url} (listening on {settings.host}:{settings.port})\n"
+                f"  curl -N {url}/generate -H 'Content-Type: application/json' -d '{body}'",
+                flush=True,
+            )
+            return
+        if text and text != shown:
+            print(f"TinyLoop is not ready yet: {text}", flush=True)
+            shown = text
+        time.sleep(POLL_S)
+
+
+def base_url(settings: Settings) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def health(settings: Settings) -> tuple[int, str]:
+    """Status and text of /healthz; (0, "") while nothing answers."""
+    host = base_url(settings).removeprefix("http://").rpartition(":")[0].strip("[]")
+    connection = http.client.HTTPConnection(host, settings.port, timeout=2)
+    try:
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        return answer.status, answer.read(500).decode("utf-8", "replace").strip()
+    except (OSError, http.client.HTTPException):
+        return 0, ""
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
