@@ -1,0 +1,97 @@
+"""Rows: the tokens of one step, each with its own sequence, position, place in the cache and loops to run.
+
+A plain container that the engine fills and the model runs. Rows of one sequence follow each other in ascending position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu_attention import TILE_ROWS, make_tiles
+from kernels.layout import Paging
+
+Ints = NDArray[np.int32]
+NO_MAPS: Ints = np.zeros((0, 0), dtype=np.int32)
+
+
+@dataclass(slots=True)
+class Rows:
+    """One entry per row, int32 unless said.
+
+    Attributes:
+        tokens: ids, int64.
+        slots: the cache slot of the row's sequence.
+        positions: absolute position.
+        places: where its K and V go; the position itself but for tree rows.
+        first_loop: the loop it starts at, 1 for a new token; later ones come with `states` and `embedded`.
+        last_loop: the loop after which it leaves at the latest.
+        windows: recent keys that it sees besides the sinks, 0 for all.
+        row_map, map_base: see `Paging`; -1 for rows that read the plain table.
+        init_seeds: uint64 seeds of the initial state, for models that have one.
+        has_init_seed: bool.
+        maps: (num_maps, width) places by position, for rows with a `row_map`.
+        states, embedded: (n, d) fp32 where any `first_loop` > 1: the state before that loop and the prelude's output.
+    """
+
+    tokens: NDArray[np.int64]
+    slots: Ints
+    positions: Ints
+    places: Ints
+    first_loop: Ints
+    last_loop: Ints
+    windows: Ints
+    row_map: Ints
+    map_base: Ints
+    init_seeds: NDArray[np.uint64]
+    has_init_seed: NDArray[np.bool_]
+    maps: Ints
+    states: Tensor | None = None
+    embedded: Tensor | None = None
+
+    @staticmethod
+    def empty(n: int) -> Rows:
+        """`n` rows of token 0 at place 0, to be filled in: all loops from 1 to 1, no windows, no maps."""
+
+        def zeros() -> Ints:
+            return np.zeros(n, dtype=np.int32)
+
+        return Rows(
+            np.zeros(n, dtype=np.int64), zeros(), zeros(), zeros(), np.ones(n, dtype=np.int32), np.ones(n, dtype=np.int32),
+            zeros(), np.full(n, -1, dtype=np.int32), zeros(), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.bool_), NO_MAPS,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, indices: NDArray[np.intp]) -> Rows:
+        """The rows at `indices`, in that order."""
+        index = torch.from_numpy(indices)
+        parts = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "maps" or value is None:
+                parts[f.name] = value
+            else:
+                parts[f.name] = value[index] if isinstance(value, Tensor) else value[indices]
+        return Rows(**parts)
+
+    def paging(self, tables: Ints, block_tables: Tensor) -> Paging:
+        """How the kernels find these rows' keys when row r is in table `tables[r]` of its sequence."""
+        tensor = torch.from_numpy
+        return Paging(
+            slots=tensor(self.slots),
+            tables=tensor(tables),
+            positions=tensor(self.positions),
+            places=tensor(self.places),
+            windows=tensor(self.windows),
+            row_map=tensor(self.row_map),
+            map_base=tensor(self.map_base),
+            maps=tensor(self.maps),
+            block_tables=block_tables,
+            tiles=tensor(make_tiles(self.slots, tables, TILE_ROWS)),
+        )

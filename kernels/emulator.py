@@ -1,0 +1,277 @@
+"""Runs a kernel's plain Python source on the CPU, one Python thread per device thread.
+
+It owns the machine that the twins in `intrinsics.py` act on: threads, warps, blocks, clusters, shared memory,
+memory barriers. numba's own simulator runs one block at a time and has no warp operations, so it cannot run
+kernels whose clusters exchange data. Made for tiny shapes (a few hundred threads at most).
+
+What it catches: reads and writes outside the arrays that the test registered, reads of shared memory that
+nothing wrote (it starts as NaN), data read before its bulk copy was waited for (copies land only in the
+wait), divergent barriers (a bounded wait fails), and deadlocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+_WAIT_S = 30.0
+_RANK_SHIFT = 24
+_local = threading.local()
+
+
+class Warp:
+    """32 threads that exchange values."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(32, timeout=_WAIT_S)
+        self._slots: list[Any] = [None] * 32
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every lane gives a value and gets all 32."""
+        self._slots[current().lane] = value
+        self.barrier.wait()
+        values = list(self._slots)
+        self.barrier.wait()
+        return values
+
+
+class Block:
+    """A block's shared memory, barrier and place in the grid."""
+
+    def __init__(
+        self, index: tuple[int, int], grid: tuple[int, int], rank: int, num_threads: int, shared: int
+    ) -> None:
+        self.index = index
+        self.grid = grid
+        self.rank = rank
+        self.shared = np.full(shared, 0xFF, dtype=np.uint8)
+        self.barrier = threading.Barrier(num_threads, timeout=_WAIT_S)
+        self.warps = [Warp() for _ in range(num_threads // 32)]
+        self.mbarriers: dict[int, dict[str, Any]] = {}
+        self.lock = threading.Condition()
+
+
+class Thread:
+    """What `current()` gives to a twin."""
+
+    def __init__(
+        self, thread_id: int, block: Block, cluster: list[Block], arrived: threading.Barrier
+    ) -> None:
+        self.thread_id = thread_id
+        self.lane = thread_id % 32
+        self.block = block
+        self.cluster = cluster
+        self.warp = block.warps[thread_id // 32]
+        self._arrived = arrived
+        self._has_arrived = False
+
+    def cluster_arrive(self) -> None:
+        assert not self._has_arrived, "cluster barrier: arrived twice without a wait"
+        self._has_arrived = True
+
+    def cluster_wait(self) -> None:
+        assert self._has_arrived, "cluster barrier: waited without arriving"
+        self._has_arrived = False
+        self._arrived.wait()
+
+
+def current() -> Thread:
+    """The device thread that runs on this Python thread."""
+    thread: Thread = _local.thread
+    return thread
+
+
+class Memory:
+    """The address ranges a kernel may touch."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int, Any]] = []
+        self.lock = threading.Lock()
+
+    def check(self, address: int, num_bytes: int) -> None:
+        if address % min(num_bytes, 16):
+            raise ValueError(f"address {address:#x} is not aligned to {num_bytes} bytes")
+        for start, end, _ in self.ranges:
+            if start <= address and address + num_bytes <= end:
+                return
+        raise IndexError(f"{num_bytes} bytes at {address:#x} lie outside every registered array")
+
+
+_memory = Memory()
+
+
+def register(*arrays: Any) -> None:
+    """Allow kernels to touch these arrays (NumPy arrays or CPU tensors), and keep them alive."""
+    for array in arrays:
+        if hasattr(array, "data_ptr"):
+            start, size = array.data_ptr(), array.numel() * array.element_size()
+        else:
+            start, size = array.ctypes.data, array.nbytes
+        _memory.ranges.append((start, start + size, array))
+
+
+def forget() -> None:
+    """Forget every registered array."""
+    _memory.ranges.clear()
+
+
+def read_global(address: int, num_bytes: int) -> bytes:
+    _memory.check(address, num_bytes)
+    return ctypes.string_at(address, num_bytes)
+
+
+def write_global(address: int, data: bytes) -> None:
+    _memory.check(address, len(data))
+    ctypes.memmove(address, data, len(data))
+
+
+def atomic_add(address: int, value: int) -> int:
+    with _memory.lock:
+        old = int.from_bytes(read_global(address, 4), "little")
+        write_global(address, ((old + value) & 0xFFFFFFFF).to_bytes(4, "little"))
+        return old
+
+
+def _shared(address: int, num_bytes: int) -> tuple[np.ndarray, int]:
+    thread = current()
+    rank, offset = address >> _RANK_SHIFT, address & ((1 << _RANK_SHIFT) - 1)
+    block = thread.cluster[rank - 1] if rank else thread.block
+    if offset % min(num_bytes, 16):
+        raise ValueError(f"shared address {offset} is not aligned to {num_bytes} bytes")
+    if offset + num_bytes > block.shared.size:
+        raise IndexError(f"shared address {offset} + {num_bytes} > {block.shared.size}")
+    return block.shared, offset
+
+
+def read_shared(address: int, num_bytes: int) -> bytes:
+    shared, offset = _shared(address, num_bytes)
+    return shared[offset : offset + num_bytes].tobytes()
+
+
+def write_shared(address: int, data: bytes) -> None:
+    shared, offset = _shared(address, len(data))
+    shared[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+
+def atomic_add_shared(address: int, value: int) -> int:
+    with current().block.lock:
+        old = int.from_bytes(read_shared(address, 4), "little")
+        write_shared(address, ((old + value) & 0xFFFFFFFF).to_bytes(4, "little"))
+        return old
+
+
+def map_shared(address: int, rank: int) -> int:
+    return (rank + 1) << _RANK_SHIFT | address
+
+
+def mbarrier_init(address: int, count: int) -> None:
+    with current().block.lock:
+        current().block.mbarriers[address] = {
+            "count": count, "pending": count, "bytes": 0, "phase": 0, "copies": [],
+        }  # fmt: skip
+
+
+def mbarrier_expect(address: int, num_bytes: int) -> None:
+    block = current().block
+    with block.lock:
+        barrier = block.mbarriers[address]
+        barrier["pending"] -= 1
+        barrier["bytes"] += num_bytes
+        block.lock.notify_all()
+
+
+def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
+    if num_bytes % 16 or address % 16 or shared % 16:
+        raise ValueError(f"bulk copy of {num_bytes} bytes must be aligned to 16 bytes")
+    data = read_global(address, num_bytes)
+    block = current().block
+    with block.lock:
+        block.mbarriers[barrier]["copies"].append((shared, data))
+        block.lock.notify_all()
+
+
+def mbarrier_wait(address: int, parity: int) -> None:
+    block = current().block
+    with block.lock:
+
+        def is_done() -> bool:
+            barrier = block.mbarriers[address]
+            landed = sum(len(data) for _, data in barrier["copies"])
+            if barrier["pending"] == 0 and barrier["bytes"] == landed:
+                for shared, data in barrier["copies"]:
+                    write_shared(shared, data)
+                barrier.update(
+                    pending=barrier["count"], bytes=0, copies=[], phase=barrier["phase"] + 1
+                )
+            return bool(barrier["phase"] % 2 != parity)
+
+        if not block.lock.wait_for(is_done, timeout=_WAIT_S):
+            raise TimeoutError(f"mbarrier {address}: parity {parity} never completed")
+
+
+def run(
+    kernel: Callable[..., None],
+    grid: tuple[int, int],
+    num_threads: int,
+    args: Sequence[Any],
+    *,
+    cluster: int = 1,
+    shared_bytes: int = 0,
+) -> None:
+    """Run `kernel` over `grid` blocks of `num_threads`, one cluster after the other.
+
+    Raises:
+        The first exception that a device thread raised.
+    """
+    if grid[0] % cluster or num_threads % 32:
+        raise ValueError(f"grid {grid} of {num_threads} threads cannot form clusters of {cluster}")
+    for y in range(grid[1]):
+        for first in range(0, grid[0], cluster):
+            _run_cluster(kernel, grid, (first, y), num_threads, args, cluster, shared_bytes)
+
+
+def _run_cluster(
+    kernel: Callable[..., None],
+    grid: tuple[int, int],
+    first: tuple[int, int],
+    num_threads: int,
+    args: Sequence[Any],
+    cluster: int,
+    shared_bytes: int,
+) -> None:
+    blocks = [
+        Block((first[0] + rank, first[1]), grid, rank, num_threads, shared_bytes)
+        for rank in range(cluster)
+    ]
+    arrived = threading.Barrier(num_threads * cluster, timeout=_WAIT_S)
+    errors: list[BaseException] = []
+
+    def body(thread: Thread) -> None:
+        _local.thread = thread
+        try:
+            kernel(*args)
+        except threading.BrokenBarrierError as error:
+            errors.append(error)
+        except BaseException as error:
+            errors.insert(0, error)
+            arrived.abort()
+            for block in blocks:
+                block.barrier.abort()
+                for warp in block.warps:
+                    warp.barrier.abort()
+
+    threads = [
+        threading.Thread(target=body, args=(Thread(i, block, blocks, arrived),), daemon=True)
+        for block in blocks
+        for i in range(num_threads)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,555 @@
+"""Every inline PTX instruction of the kernels, each with the plain Python twin that the emulator runs.
+
+Global addresses are 64-bit integers (`tensor.data_ptr()`), shared addresses are 32-bit offsets into the
+block's dynamic shared memory, so a kernel's arguments are scalars alone. Activations that the previous
+kernel wrote are read with `.cg` loads (they bypass the L1 cache, which may hold lines from before
+`grid_dependency_wait`); weights use the non-coherent path. Float arithmetic in traced code is emitted as
+`.rn` instructions, which no later stage contracts: the same source gives the same bits in every variant.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from kernels import emulator
+from kernels.device_code import op, traced
+
+Four = tuple[Any, Any, Any, Any]
+
+
+def _f32(x: float) -> float:
+    return float(np.float32(x))
+
+
+def _half(bits: int) -> float:
+    return float(np.uint16(bits & 0xFFFF).view(np.float16))
+
+
+def _half_bits(x: float) -> int:
+    with np.errstate(over="ignore"):
+        return int(np.float16(np.float32(x)).view(np.uint16))
+
+
+# --- who am I --------------------------------------------------------------------------------------
+
+
+@op("r", "", "mov.u32 $0, %tid.x;")
+def thread_id() -> int:
+    return emulator.current().thread_id
+
+
+@op("r", "", "mov.u32 $0, %ctaid.x;")
+def block_x() -> int:
+    return emulator.current().block.index[0]
+
+
+@op("r", "", "mov.u32 $0, %ctaid.y;")
+def block_y() -> int:
+    return emulator.current().block.index[1]
+
+
+@op("r", "", "mov.u32 $0, %nctaid.x;")
+def grid_x() -> int:
+    return emulator.current().block.grid[0]
+
+
+@op("r", "", "mov.u32 $0, %cluster_ctarank;")
+def cluster_rank() -> int:
+    return emulator.current().block.rank
+
+
+# --- global memory ---------------------------------------------------------------------------------
+
+
+@op("rrrr", "l", "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_weights_128(address: int) -> Four:
+    return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
+@op("rrrr", "l", "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_128(address: int) -> Four:
+    return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
+@op("ffff", "l", "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_f32x4(address: int) -> Four:
+    return struct.unpack("<4f", emulator.read_global(address, 16))
+
+
+@op("ff", "l", "ld.global.cg.v2.f32 {$0,$1}, [$2];", volatile=True)
+def load_f32x2(address: int) -> tuple[float, float]:
+    return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
+
+
+@op("rr", "l", "ld.global.cg.v2.u32 {$0,$1}, [$2];", volatile=True)
+def load_64(address: int) -> tuple[int, int]:
+    return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
+
+
+@op("f", "l", "ld.global.cg.f32 $0, [$1];", volatile=True)
+def load_f32(address: int) -> float:
+    return float(struct.unpack("<f", emulator.read_global(address, 4))[0])
+
+
+@op("r", "l", "ld.global.cg.u32 $0, [$1];", volatile=True)
+def load_32(address: int) -> int:
+    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
+
+
+@op("r", "l", "ld.global.cg.s32 $0, [$1];", volatile=True)
+def load_i32(address: int) -> int:
+    return int(struct.unpack("<i", emulator.read_global(address, 4))[0])
+
+
+@op("l", "l", "ld.global.cg.s64 $0, [$1];", volatile=True)
+def load_i64(address: int) -> int:
+    return int(struct.unpack("<q", emulator.read_global(address, 8))[0])
+
+
+@op("r", "l", "{.reg .b16 h; ld.global.cg.u16 h, [$1]; cvt.u32.u16 $0, h;}", volatile=True)
+def load_16(address: int) -> int:
+    return int(struct.unpack("<H", emulator.read_global(address, 2))[0])
+
+
+@op("", "lrrrr", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", memory=True)
+def store_128(address: int, a: int, b: int, c: int, d: int) -> None:
+    emulator.write_global(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
+
+
+@op("", "lff", "st.global.v2.f32 [$0], {$1,$2};", memory=True)
+def store_f32x2(address: int, a: float, b: float) -> None:
+    emulator.write_global(address, struct.pack("<2f", a, b))
+
+
+@op("", "lf", "st.global.f32 [$0], $1;", memory=True)
+def store_f32(address: int, value: float) -> None:
+    emulator.write_global(address, struct.pack("<f", value))
+
+
+@op("", "lr", "st.global.u32 [$0], $1;", memory=True)
+def store_32(address: int, value: int) -> None:
+    emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
+
+
+@op("", "ll", "st.global.u64 [$0], $1;", memory=True)
+def store_64(address: int, value: int) -> None:
+    emulator.write_global(address, struct.pack("<Q", value & (2**64 - 1)))
+
+
+@op("", "lr", "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.u16 [$0], h;}", memory=True)
+def store_16(address: int, value: int) -> None:
+    emulator.write_global(address, struct.pack("<H", value & 0xFFFF))
+
+
+@op("", "lr", "st.global.u8 [$0], $1;", memory=True)
+def store_8(address: int, value: int) -> None:
+    emulator.write_global(address, struct.pack("<B", value & 0xFF))
+
+
+@op("r", "lr", "atom.global.add.u32 $0, [$1], $2;", memory=True)
+def atomic_add(address: int, value: int) -> int:
+    return emulator.atomic_add(address, value)
+
+
+@op("", "lr", "red.release.gpu.global.add.u32 [$0], $1;", memory=True)
+def add_release(address: int, value: int) -> None:
+    emulator.atomic_add(address, value)
+
+
+@op("r", "l", "ld.acquire.gpu.global.u32 $0, [$1];", memory=True)
+def load_acquire(address: int) -> int:
+    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
+
+
+@op("", "lr", "cp.async.bulk.prefetch.L2.global [$0], $1;", memory=True)
+def prefetch_l2(address: int, num_bytes: int) -> None:
+    emulator.read_global(address, num_bytes)
+
+
+# --- shared memory ---------------------------------------------------------------------------------
+
+
+@op("rrrr", "r", "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_shared_128(address: int) -> Four:
+    return struct.unpack("<4I", emulator.read_shared(address, 16))
+
+
+@op("ff", "r", "ld.shared.v2.f32 {$0,$1}, [$2];", volatile=True)
+def load_shared_f32x2(address: int) -> tuple[float, float]:
+    return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
+
+
+@op("f", "r", "ld.shared.f32 $0, [$1];", volatile=True)
+def load_shared_f32(address: int) -> float:
+    return float(struct.unpack("<f", emulator.read_shared(address, 4))[0])
+
+
+@op("r", "r", "ld.shared.u32 $0, [$1];", volatile=True)
+def load_shared_32(address: int) -> int:
+    return int(struct.unpack("<I", emulator.read_shared(address, 4))[0])
+
+
+@op("r", "r", "{.reg .b16 h; ld.shared.u16 h, [$1]; cvt.u32.u16 $0, h;}", volatile=True)
+def load_shared_16(address: int) -> int:
+    return int(struct.unpack("<H", emulator.read_shared(address, 2))[0])
+
+
+@op("", "rff", "st.shared.v2.f32 [$0], {$1,$2};", memory=True)
+def store_shared_f32x2(address: int, a: float, b: float) -> None:
+    emulator.write_shared(address, struct.pack("<2f", a, b))
+
+
+@op("", "rf", "st.shared.f32 [$0], $1;", memory=True)
+def store_shared_f32(address: int, value: float) -> None:
+    emulator.write_shared(address, struct.pack("<f", value))
+
+
+@op("", "rr", "st.shared.u32 [$0], $1;", memory=True)
+def store_shared_32(address: int, value: int) -> None:
+    emulator.write_shared(address, struct.pack("<I", value & 0xFFFFFFFF))
+
+
+@op("", "rr", "{.reg .b16 h; cvt.u16.u32 h, $1; st.shared.u16 [$0], h;}", memory=True)
+def store_shared_16(address: int, value: int) -> None:
+    emulator.write_shared(address, struct.pack("<H", value & 0xFFFF))
+
+
+@op("", "rrrrr", "st.shared.v4.u32 [$0], {$1,$2,$3,$4};", memory=True)
+def store_shared_128(address: int, a: int, b: int, c: int, d: int) -> None:
+    emulator.write_shared(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
+
+
+@op("r", "rr", "atom.shared.add.u32 $0, [$1], $2;", memory=True)
+def atomic_add_shared(address: int, value: int) -> int:
+    return emulator.atomic_add_shared(address, value)
+
+
+@op("r", "rr", "mapa.shared::cluster.u32 $0, $1, $2;")
+def map_shared(address: int, rank: int) -> int:
+    """The cluster address of `address` in the block of rank `rank`."""
+    return emulator.map_shared(address, rank)
+
+
+@op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
+def load_cluster_f32x2(address: int) -> tuple[float, float]:
+    return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
+
+
+@op("f", "r", "ld.shared::cluster.f32 $0, [$1];", volatile=True)
+def load_cluster_f32(address: int) -> float:
+    return float(struct.unpack("<f", emulator.read_shared(address, 4))[0])
+
+
+# --- barriers, bulk copies, kernel order -----------------------------------------------------------
+
+
+@op("", "", "bar.sync 0;", memory=True)
+def sync_block() -> None:
+    emulator.current().block.barrier.wait()
+
+
+@op("", "", "bar.warp.sync 0xffffffff;", memory=True)
+def sync_warp() -> None:
+    emulator.current().warp.barrier.wait()
+
+
+@op("", "", "barrier.cluster.arrive.release.aligned;", memory=True)
+def cluster_arrive() -> None:
+    emulator.current().cluster_arrive()
+
+
+@op("", "", "barrier.cluster.wait.acquire.aligned;", memory=True)
+def cluster_wait() -> None:
+    emulator.current().cluster_wait()
+
+
+@op("", "", "griddepcontrol.launch_dependents;", memory=True)
+def grid_dependency_launch() -> None:
+    """Let the next kernel of the stream start as soon as there is room beside this one."""
+
+
+@op("", "", "griddepcontrol.wait;", memory=True)
+def grid_dependency_wait() -> None:
+    """Wait until all earlier kernels have ended and their writes can be read."""
+
+
+@op("", "", "fence.proxy.async;", memory=True)
+def fence_async() -> None:
+    """Order this thread's ordinary accesses before its later bulk copies."""
+
+
+@op("", "", "fence.acq_rel.gpu;", memory=True)
+def fence_gpu() -> None:
+    """Order this thread's accesses for the whole device."""
+
+
+@op("", "rr", "mbarrier.init.shared.b64 [$0], $1;", memory=True)
+def mbarrier_init(address: int, count: int) -> None:
+    emulator.mbarrier_init(address, count)
+
+
+@op("", "", "fence.mbarrier_init.release.cluster;", memory=True)
+def mbarrier_init_fence() -> None:
+    """Make initialised barriers visible to the copy engine."""
+
+
+@op("", "rr", "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", memory=True)
+def mbarrier_expect(address: int, num_bytes: int) -> None:
+    emulator.mbarrier_expect(address, num_bytes)
+
+
+@op(
+    "",
+    "rr",
+    "{.reg .pred p; W${:uid}: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; "
+    "@p bra D${:uid}; bra W${:uid}; D${:uid}:}",
+    memory=True,
+)
+def mbarrier_wait(address: int, parity: int) -> None:
+    emulator.mbarrier_wait(address, parity)
+
+
+@op(
+    "",
+    "rlrr",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    memory=True,
+)
+def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
+    emulator.bulk_copy(shared, address, num_bytes, barrier)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------
+
+
+@op("f", "fff", "fma.rn.f32 $0, $1, $2, $3;")
+def fma(a: float, b: float, c: float) -> float:
+    return _f32(float(a) * float(b) + float(c))
+
+
+@op("f", "ff", "max.f32 $0, $1, $2;")
+def fmax(a: float, b: float) -> float:
+    return max(a, b)
+
+
+@op("f", "ff", "min.f32 $0, $1, $2;")
+def fmin(a: float, b: float) -> float:
+    return min(a, b)
+
+
+@op("f", "f", "ex2.approx.ftz.f32 $0, $1;")
+def exp2(x: float) -> float:
+    return 0.0 if x == -math.inf else _f32(2.0**x)
+
+
+@op("f", "f", "lg2.approx.ftz.f32 $0, $1;")
+def log2(x: float) -> float:
+    return _f32(math.log2(x))
+
+
+@op("f", "f", "rsqrt.approx.ftz.f32 $0, $1;")
+def rsqrt(x: float) -> float:
+    return _f32(1.0 / math.sqrt(x))
+
+
+@op("f", "f", "tanh.approx.f32 $0, $1;")
+def tanh_fast(x: float) -> float:
+    return _f32(math.tanh(x))
+
+
+@op("f", "ff", "div.rn.f32 $0, $1, $2;")
+def divide(a: float, b: float) -> float:
+    return _f32(a / b)
+
+
+@op("f", "r", "cvt.rn.f32.s32 $0, $1;")
+def int_to_f32(x: int) -> float:
+    return _f32(x)
+
+
+@op("r", "f", "cvt.rni.s32.f32 $0, $1;")
+def f32_to_int(x: float) -> int:
+    return int(np.rint(np.float32(x)))
+
+
+@op("r", "f", "mov.b32 $0, $1;")
+def bits_of(x: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", x))[0])
+
+
+@op("f", "r", "mov.b32 $0, $1;")
+def f32_of(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits & 0xFFFFFFFF))[0])
+
+
+@op("r", "ff", "cvt.rn.f16x2.f32 $0, $2, $1;")
+def pack_half2(low: float, high: float) -> int:
+    return _half_bits(low) | _half_bits(high) << 16
+
+
+@op("ff", "r", "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}")
+def unpack_half2(bits: int) -> tuple[float, float]:
+    return _half(bits), _half(bits >> 16)
+
+
+@op("r", "ff", "cvt.rn.bf16x2.f32 $0, $2, $1;")
+def pack_bf162(low: float, high: float) -> int:
+    def cut(x: float) -> int:
+        bits = bits_of(x)
+        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+    return cut(low) | cut(high) << 16
+
+
+@op("r", "rrr", "lop3.b32 $0, $1, $2, $3, 0xEA;")
+def and_or(a: int, mask: int, bits: int) -> int:
+    """(a & mask) | bits."""
+    return (a & mask) | bits
+
+
+@op("r", "rr", "sub.rn.f16x2 $0, $1, $2;")
+def half2_sub(a: int, b: int) -> int:
+    return _half_bits(_half(a) - _half(b)) | _half_bits(_half(a >> 16) - _half(b >> 16)) << 16
+
+
+@op("r", "rrr", "fma.rn.f16x2 $0, $1, $2, $3;")
+def half2_fma(a: int, b: int, c: int) -> int:
+    low = _half(a) * _half(b) + _half(c)
+    return _half_bits(low) | _half_bits(_half(a >> 16) * _half(b >> 16) + _half(c >> 16)) << 16
+
+
+@op("r", "rrr", "prmt.b32 $0, $1, $2, $3;")
+def permute_bytes(a: int, b: int, selector: int) -> int:
+    data = struct.pack("<2I", a & 0xFFFFFFFF, b & 0xFFFFFFFF)
+    picked = bytes(data[selector >> 4 * i & 7] for i in range(4))
+    return int(struct.unpack("<I", picked)[0])
+
+
+@op("f", "ffr", "{.reg .pred p; setp.ne.s32 p, $3, 0; selp.f32 $0, $1, $2, p;}")
+def select(a: float, b: float, condition: int) -> float:
+    """`a` where `condition` is not zero, else `b`."""
+    return a if condition else b
+
+
+@op("r", "rr", "{.reg .pred p; setp.lt.s32 p, $1, $2; selp.u32 $0, 1, 0, p;}")
+def less(a: int, b: int) -> int:
+    return int(a < b)
+
+
+@op("r", "ff", "{.reg .pred p; setp.lt.f32 p, $1, $2; selp.u32 $0, 1, 0, p;}")
+def less_f32(a: float, b: float) -> int:
+    return int(a < b)
+
+
+@op("r", "rr", "div.u32 $0, $1, $2;")
+def quotient(a: int, b: int) -> int:
+    return a // b
+
+
+@op("r", "rr", "rem.u32 $0, $1, $2;")
+def remainder(a: int, b: int) -> int:
+    return a % b
+
+
+@op("r", "rr", "mul.hi.u32 $0, $1, $2;")
+def mul_high(a: int, b: int) -> int:
+    return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF) >> 32
+
+
+@op("r", "rr", "mul.lo.u32 $0, $1, $2;")
+def mul_low(a: int, b: int) -> int:
+    return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF) & 0xFFFFFFFF
+
+
+# --- across the warp -------------------------------------------------------------------------------
+
+
+@op("f", "fr", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
+def shuffle_xor_f32(value: float, mask: int) -> float:
+    warp = emulator.current().warp
+    return float(warp.exchange(value)[emulator.current().lane ^ mask])
+
+
+@op("r", "rr", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
+def shuffle_xor(value: int, mask: int) -> int:
+    warp = emulator.current().warp
+    return int(warp.exchange(value)[emulator.current().lane ^ mask])
+
+
+@op("r", "rr", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
+def shuffle_from(value: int, lane: int) -> int:
+    return int(emulator.current().warp.exchange(value)[lane & 31])
+
+
+@op("f", "fr", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
+def shuffle_from_f32(value: float, lane: int) -> float:
+    return float(emulator.current().warp.exchange(value)[lane & 31])
+
+
+@op("r", "r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", volatile=True)
+def transpose_8x8(pair: int) -> int:
+    """Transpose an 8x8 matrix of 16-bit values: lane 4r+c holds row r, columns 2c and 2c+1."""
+    rows = emulator.current().warp.exchange(pair)
+    row, column = divmod(emulator.current().lane, 4)
+
+    def at(r: int, c: int) -> int:
+        return int(rows[4 * r + c // 2] >> 16 * (c % 2) & 0xFFFF)
+
+    return at(2 * column, row) | at(2 * column + 1, row) << 16
+
+
+@op(
+    "ffff",
+    "ffffrrrrrr",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, "
+    "{$12,$13}, {$4,$5,$6,$7};",
+)
+def mma(
+    c0: float, c1: float, c2: float, c3: float,
+    a0: int, a1: int, a2: int, a3: int, b0: int, b1: int,
+) -> Four:  # fmt: skip
+    """c + A B for a 16x16 tile A (row major) and a 16x8 tile B, both fp16, spread over the warp."""
+    frags = emulator.current().warp.exchange((a0, a1, a2, a3, b0, b1))
+    row, pair = divmod(emulator.current().lane, 4)
+
+    def dot(r: int, c: int) -> float:
+        total = 0.0
+        for k in range(16):
+            a_bits = frags[4 * (r % 8) + k % 8 // 2][r // 8 + 2 * (k // 8)]
+            b_bits = frags[4 * c + k % 8 // 2][4 + k // 8]
+            total += _half(a_bits >> 16 * (k % 2)) * _half(b_bits >> 16 * (k % 2))
+        return total
+
+    return (
+        _f32(c0 + dot(row, 2 * pair)),
+        _f32(c1 + dot(row, 2 * pair + 1)),
+        _f32(c2 + dot(row + 8, 2 * pair)),
+        _f32(c3 + dot(row + 8, 2 * pair + 1)),
+    )
+
+
+@traced("f")
+def sum_of_8_lanes(value: float) -> float:
+    """The sum over each aligned group of 8 lanes, the same bits in all of them."""
+    for mask in (1, 2, 4):
+        value = value + shuffle_xor_f32(value, mask)
+    return value
+
+
+@traced("f")
+def sum_of_warp(value: float) -> float:
+    """The sum over the warp, the same bits in every lane."""
+    for mask in (1, 2, 4, 8, 16):
+        value = value + shuffle_xor_f32(value, mask)
+    return value
+
+
+@traced("f")
+def max_of_warp(value: float) -> float:
+    for mask in (1, 2, 4, 8, 16):
+        value = fmax(value, shuffle_xor_f32(value, mask))
+    return value

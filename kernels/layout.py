@@ -1,0 +1,71 @@
+"""The data that kernels share: packed weights, the paged cache, and how rows find their keys in it.
+
+Plain containers of tensors, no arithmetic. The caches and rows of `gpu_worker` fill them; every backend reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+BLOCK_SIZE = 64  # key positions per block
+NUM_SINKS = 4  # first keys that a cache window keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight in its backend's own order. `data` belongs to the backend; `bias` is fp32 (num_out,) or None."""
+
+    data: Tensor
+    num_out: int
+    num_in: int
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """K and V of all blocks of the pool.
+
+    Attributes:
+        keys: (num_blocks, layers, kv_heads, head_dim, BLOCK_SIZE): a block's keys lie side by side, so that scores of 64 keys are
+            one vector.
+        values: (num_blocks, layers, kv_heads, BLOCK_SIZE, padded head_dim); the padding is zero.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(slots=True)
+class Paging:
+    """Where the rows of one pass write their own key and read all others. int32, one entry per row unless said.
+
+    The key of position p lies at place v (v = p, or maps[row_map][p - map_base] for p >= map_base): block
+    block_tables[slot, table, v // BLOCK_SIZE], offset v % BLOCK_SIZE.
+
+    Attributes:
+        slots: the row's sequence, first index of `block_tables`.
+        tables: the row's table, second index: the loop that it is in, or the stage before or after.
+        positions: absolute positions, for masks and ALiBi.
+        places: where the row's own key goes.
+        windows: how many recent keys it sees (0: all) besides the sinks.
+        row_map: index into `maps`, -1 for none.
+        map_base: first mapped position, a multiple of BLOCK_SIZE.
+        maps: (num_maps, width) places by position.
+        block_tables: (num_slots, num_tables, max_blocks) block ids.
+        tiles: (num_tiles + 1) row bounds: rows of a tile follow each other and share slot and table.
+    """
+
+    slots: Tensor
+    tables: Tensor
+    positions: Tensor
+    places: Tensor
+    windows: Tensor
+    row_map: Tensor
+    map_base: Tensor
+    maps: Tensor
+    block_tables: Tensor
+    tiles: Tensor
+    arrays: Any = field(default=None, repr=False)  # a backend's own form of the above, made once
