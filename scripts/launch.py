@@ -30,6 +30,7 @@ def main() -> int:
     logging.getLogger("scheduler.config").setLevel(logging.ERROR)  # the processes warn
     environ = dict(os.environ)
     environ.setdefault("PORT", "8000")  # else honcho would choose 5000
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", "")])
     settings = Settings.from_env_or_exit(environ)
     check_port_is_free(settings)
     honcho = subprocess.Popen(
