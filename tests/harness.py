@@ -120,7 +120,7 @@ class Stack:
         role, _, index = name.partition("-")
         command = procfile()[role]
         if not self.keep:
-            command = [part.replace("{index}", index) for part in command]
+            command = [*command, *(["--index", index] if index else [])]
         else:
             command = [sys.executable, str(ROOT / "scripts" / "keep"), role, *command]
         with self._log.open("ab") as log:

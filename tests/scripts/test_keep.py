@@ -189,14 +189,17 @@ def test_a_second_signal_ends_it_at_once(keepers: Keepers) -> None:
 
 
 def test_every_worker_gets_its_own_index(keepers: Keepers) -> None:
-    keepers.start("worker", "note; echo index {index}; exec sleep 60", TINYLOOP_WORKERS="3")
+    keepers.start("worker", "note; echo $0 $1; exec sleep 60", TINYLOOP_WORKERS="3")
     pids = keepers.wait_for_starts("worker", 3)
     os.kill(pids[1], signal.SIGKILL)
     keepers.wait_for_starts("worker", 4)
     assert is_alive(pids[0]) and is_alive(pids[2])
     lines = keepers.output.read_text().splitlines()
-    assert sorted(line for line in lines if line.startswith("index"))[:2] == ["index 0", "index 1"]
-    assert sum(line.startswith("index") for line in lines) == 4
+    assert sorted(line for line in lines if line.startswith("--index"))[:2] == [
+        "--index 0",
+        "--index 1",
+    ]
+    assert sum(line.startswith("--index") for line in lines) == 4
 
 
 def test_the_web_is_lame_before_it_is_told_to_stop(keepers: Keepers) -> None:
