@@ -296,12 +296,14 @@ class Settings:
 
     def summary(self) -> str:
         """One line for the log: every setting that differs from its default."""
-        default = Settings()
-        changed = [n for n in VARIABLES if getattr(self, n) != getattr(default, n)]
-        return (
-            " ".join(f"{VARIABLES[n].env}={getattr(self, n)}" for n in changed)
-            or "all settings at their defaults"
-        )
+        plain, same_place = Settings(), Settings(run_dir=self.run_dir)
+        changed = [
+            name
+            for name in VARIABLES
+            if getattr(self, name) != getattr(same_place if name.endswith("_addr") else plain, name)
+        ]
+        listed = [f"{VARIABLES[name].env}={getattr(self, name)}" for name in changed]
+        return " ".join(listed) or "all settings at their defaults"
 
     def path_in_run_dir(self, name: str) -> Path:
         """The path of `name` in the run directory, for example `lame` or `scheduler.lock`."""
