@@ -250,11 +250,18 @@ def connect_events(context: zmq.Context[SocketT], wire: Wire, client_id: bytes) 
     return _connect(socket, wire.events, wire.keys)
 
 
-def connect_workers(context: zmq.Context[SocketT], wire: Wire, worker_id: bytes) -> SocketT:
-    """DEALER to the scheduler's ROUTER, known there as `worker_id`; one frame per message."""
+def connect_workers(
+    context: zmq.Context[SocketT], wire: Wire, worker_id: bytes
+) -> tuple[SocketT, SocketT]:
+    """DEALER to the scheduler's ROUTER, known there as `worker_id`; one frame per message.
+
+    Returns:
+        (socket, monitor); the monitor, for `zmq.utils.monitor`, tells of each connection made and lost, the first included.
+    """
     socket = _make(context, zmq.DEALER, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.ROUTING_ID, worker_id)
-    return _connect(socket, wire.workers, wire.keys)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    return _connect(socket, wire.workers, wire.keys), monitor
 
 
 def connect_beats(context: zmq.Context[SocketT], wire: Wire) -> SocketT:

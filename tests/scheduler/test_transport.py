@@ -187,10 +187,10 @@ def test_worker_that_connects_again_takes_its_id_over(
 ) -> None:
     router = transport.bind_workers(context, wire)
     worker_id = transport.new_peer_id(None)
-    old = transport.connect_workers(context, wire, worker_id)
+    old, _ = transport.connect_workers(context, wire, worker_id)
     old.send(b"old")
     assert [f.bytes for f in receive(router)] == [worker_id, b"old"]
-    new = transport.connect_workers(context, wire, worker_id)
+    new, _ = transport.connect_workers(context, wire, worker_id)
     new.send(b"new")
     assert [f.bytes for f in receive(router)] == [worker_id, b"new"]
     router.send_multipart([worker_id, b"run"])
@@ -309,16 +309,16 @@ def test_topics_of_another_key_are_not_granted(context: zmq.Context, curve: Curv
 def test_allow_lists_are_separate_and_read_again(context: zmq.Context, curve: Curve) -> None:
     assert curve.hub.keys is not None
     router = transport.bind_workers(context, curve.hub)
-    intruder = transport.connect_workers(context, curve.client, b"c" * 16)  # a client's key
+    intruder, _ = transport.connect_workers(context, curve.client, b"c" * 16)  # a client's key
     intruder.sndtimeo = 300
     with pytest.raises(zmq.Again):
         intruder.send(b"register")
-    worker = transport.connect_workers(context, curve.worker, b"w" * 16)
+    worker, _ = transport.connect_workers(context, curve.worker, b"w" * 16)
     worker.send(b"register")
     assert receive(router)[1].bytes == b"register"
     directory = curve.hub.keys.directory
     os.link(directory / "client.key", directory / "workers" / "also.key")
-    later = transport.connect_workers(context, curve.client, b"l" * 16)
+    later, _ = transport.connect_workers(context, curve.client, b"l" * 16)
     later.send(b"admitted now")
     assert receive(router)[1].bytes == b"admitted now"
 
