@@ -32,7 +32,9 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, dtype=np.int32)
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack; the first `num_free` entries count
+        self._free = np.arange(
+            num_blocks - 1, -1, -1, dtype=np.int32
+        )  # a stack; the first `num_free` entries count
         self.num_free = num_blocks
 
     @property
@@ -71,19 +73,22 @@ class BlockPool:
 class KVCache:
     """Block tables of up to `num_slots` sequences over one pool, and the tensors that the blocks live in."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, num_slots: int, max_positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, num_slots: int, max_positions: int
+    ) -> None:
         arch, stages = config.arch, config.stages
         self.num_extra_tables = extra_tables(config)
         self.num_tables = self.num_extra_tables + config.loop.hard_max
         self.pool = BlockPool(num_blocks)
-        padded = -(-arch.head_dim // LANES) * LANES
         self.paged = PagedCache(
             torch.zeros(num_blocks, stages.core, arch.n_kv_heads, arch.head_dim, BLOCK_SIZE),
-            torch.zeros(num_blocks, stages.core, arch.n_kv_heads, BLOCK_SIZE, padded),
+            torch.zeros(num_blocks, stages.core, arch.n_kv_heads, BLOCK_SIZE, _padded_dim(config)),
         )
-        self.block_bytes = (self.paged.keys[0].nbytes + self.paged.values[0].nbytes) if num_blocks else 0
+        self.block_bytes = block_bytes(config)
         self.max_blocks = -(-max_positions // BLOCK_SIZE)
-        self.block_tables = torch.full((num_slots, self.num_tables, self.max_blocks), -1, dtype=torch.int32)
+        self.block_tables = torch.full(
+            (num_slots, self.num_tables, self.max_blocks), -1, dtype=torch.int32
+        )
         self._tables: Blocks = self.block_tables.numpy()
         self._num_blocks = np.zeros(num_slots, dtype=np.int64)  # per table of the slot's sequence
         self._num_loops = np.zeros(num_slots, dtype=np.int64)
@@ -152,7 +157,11 @@ class KVCache:
         Raises:
             OutOfBlocks: nothing was changed.
         """
-        height, first, have = self._height(slot), first_position // BLOCK_SIZE, int(self._num_blocks[slot])
+        height, first, have = (
+            self._height(slot),
+            first_position // BLOCK_SIZE,
+            int(self._num_blocks[slot]),
+        )
         part = self._tables[slot, :height, first:have]
         shared = self.pool.refs[part] > 1
         old = part[shared]
@@ -180,3 +189,13 @@ class KVCache:
 def extra_tables(config: ModelConfig) -> int:
     """Tables that hold the layers before and after the loop."""
     return -(-(config.stages.prelude + config.stages.coda) // config.stages.core)
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """Bytes of one block: K and V of 64 positions in all core layers, fp32."""
+    per_position = config.arch.n_kv_heads * (config.arch.head_dim + _padded_dim(config))
+    return config.stages.core * BLOCK_SIZE * per_position * 4
+
+
+def _padded_dim(config: ModelConfig) -> int:
+    return -(-config.arch.head_dim // LANES) * LANES

@@ -53,7 +53,9 @@ class Layer:
 class Model:
     """A model's weights on one device, and its stages over rows. `core_passes` counts row passes through the core."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, Tensor], device: str = "cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, Tensor], device: str = "cpu"
+    ) -> None:
         self.config = config
         self.arch = config.arch
         self.device = device
@@ -62,7 +64,9 @@ class Model:
         stages = config.stages
         self.prelude = [self._layer(f"prelude.{i}", i % stages.core) for i in range(stages.prelude)]
         self.core = [self._layer(f"core.{i}", i) for i in range(stages.core)]
-        self.coda = [self._layer(f"coda.{i}", (stages.prelude + i) % stages.core) for i in range(stages.coda)]
+        self.coda = [
+            self._layer(f"coda.{i}", (stages.prelude + i) % stages.core) for i in range(stages.coda)
+        ]
         self._embed = tensors["embed.weight"].float()
         self._embed_proj = self._pack("embed.proj.weight") if self.arch.embed_rank else None
         self._pos = self._vector("pos.weight")
@@ -72,7 +76,9 @@ class Model:
         self._norm_out = norm
         self._norm_core = norm_core or norm
         self.exit_weight, self.exit_bias = self._vector("exit.weight"), self._vector("exit.bias")
-        self._head = self.ops.pack(tensors["embed.weight" if self.arch.tied_head else "head.weight"].float())
+        self._head = self.ops.pack(
+            tensors["embed.weight" if self.arch.tied_head else "head.weight"].float()
+        )
         self._head_proj = None
         if self.arch.tied_head and self.arch.embed_rank:
             self._head_proj = self.ops.pack(tensors["embed.proj.weight"].float().T.contiguous())
@@ -83,7 +89,9 @@ class Model:
 
     # ------------------------------------------------------------------------------------------------------- the stages
 
-    def trunk(self, rows: Rows, cache: KVCache, after_pass: AfterPass | None = None) -> tuple[Tensor, Tensor]:
+    def trunk(
+        self, rows: Rows, cache: KVCache, after_pass: AfterPass | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Embedding, prelude and each row's loops, writing the rows' K and V on the way.
 
         Returns:
@@ -99,7 +107,9 @@ class Model:
             is_all = len(active) == len(rows)
             part = rows if is_all else rows.select(active)
             index = None if is_all else torch.from_numpy(active)
-            state, inject = (states, embedded) if index is None else (states[index], embedded[index])
+            state, inject = (
+                (states, embedded) if index is None else (states[index], embedded[index])
+            )
             state = self._loop(state, inject, part, loops, cache)
             if index is None:
                 states = state
@@ -116,7 +126,9 @@ class Model:
         """States (n, d) through norm and coda, writing the coda's K and V; what `logits` takes."""
         y = self._apply(self._norm_core, states) if self.config.loop.norm_after_core else states
         if self.coda:
-            y = self._stage(self.coda, y.clone() if y is states else y, rows, cache, self.config.stages.prelude)
+            y = self._stage(
+                self.coda, y.clone() if y is states else y, rows, cache, self.config.stages.prelude
+            )
         return y
 
     def logits(self, y: Tensor) -> Tensor:
@@ -142,7 +154,9 @@ class Model:
         embedded = rows.embedded.clone()
         if len(new):
             part = rows.select(new)
-            embedded[torch.from_numpy(new)] = self._stage(self.prelude, self._embedding(part), part, cache, 0)
+            embedded[torch.from_numpy(new)] = self._stage(
+                self.prelude, self._embedding(part), part, cache, 0
+            )
         return embedded
 
     def _embedding(self, rows: Rows) -> Tensor:
@@ -165,14 +179,18 @@ class Model:
         if init.kind == "normal":
             for seed in np.unique(rows.init_seeds[rows.has_init_seed]):
                 at = np.flatnonzero(rows.has_init_seed & (rows.init_seeds == seed))
-                noise = initial_state(int(seed), rows.positions[at].tolist(), self.arch.d_model, init)
+                noise = initial_state(
+                    int(seed), rows.positions[at].tolist(), self.arch.d_model, init
+                )
                 states[torch.from_numpy(at)] = noise
         if rows.states is not None:
             later = torch.from_numpy(np.flatnonzero(rows.first_loop > 1))
             states[later] = rows.states[later]
         return states
 
-    def _loop(self, state: Tensor, embedded: Tensor, rows: Rows, loops: NDArray[np.int32], cache: KVCache) -> Tensor:
+    def _loop(
+        self, state: Tensor, embedded: Tensor, rows: Rows, loops: NDArray[np.int32], cache: KVCache
+    ) -> Tensor:
         """One pass through the core, row r in its loop `loops[r]`."""
         if self._inject is not None:
             x: Tensor = self.ops.linear(torch.cat([state, embedded], dim=1), self._inject)
@@ -183,7 +201,9 @@ class Model:
             x = self._block(layer, x, cache, paging)
         return self._apply(self._norm_out, x) if self.config.loop.norm_each else x
 
-    def _stage(self, layers: list[Layer], x: Tensor, rows: Rows, cache: KVCache, first: int) -> Tensor:
+    def _stage(
+        self, layers: list[Layer], x: Tensor, rows: Rows, cache: KVCache, first: int
+    ) -> Tensor:
         """Prelude or coda; its layers are the `first`-th and following of the extra tables. Overwrites x."""
         for i, layer in enumerate(layers):
             tables = np.full(len(rows), (first + i) // self.config.stages.core, dtype=np.int32)
@@ -194,7 +214,9 @@ class Model:
         """One transformer block; x may be overwritten."""
         mixed = self._attention(layer, self._apply(layer.norm1, x), cache, paging)
         x = self._join(x, mixed, layer.o, layer.norm2)
-        hidden = self.ops.activate(self.ops.linear(self._apply(layer.norm3, x), layer.up), self.arch.act)
+        hidden = self.ops.activate(
+            self.ops.linear(self._apply(layer.norm3, x), layer.up), self.arch.act
+        )
         return self._join(x, hidden, layer.down, layer.norm4)
 
     def _join(self, x: Tensor, hidden: Tensor, weight: Packed, norm: Norm | None) -> Tensor:
@@ -213,7 +235,9 @@ class Model:
             self.arch.pos.pairing == "interleaved", paging.positions,
         )  # fmt: skip
         self.ops.store_kv(qkv, self._heads, cache.paged, layer.index, paging)
-        mixed: Tensor = self.ops.attention(qkv, self._heads, cache.paged, layer.index, self._slopes, paging)
+        mixed: Tensor = self.ops.attention(
+            qkv, self._heads, cache.paged, layer.index, self._slopes, paging
+        )
         return mixed
 
     def _apply(self, norm: Norm, x: Tensor) -> Tensor:
@@ -252,7 +276,10 @@ class Model:
         biases = [self._tensors.get(f"{name}.bias") for name in names]
         bias = None
         if any(b is not None for b in biases):
-            parts = [torch.zeros(w.shape[0]) if b is None else b.float() for w, b in zip(weights, biases, strict=True)]
+            parts = [
+                torch.zeros(w.shape[0]) if b is None else b.float()
+                for w, b in zip(weights, biases, strict=True)
+            ]
             bias = torch.cat(parts)
         packed: Packed = self.ops.pack(torch.cat(weights), bias)
         return packed

@@ -17,7 +17,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from kernels import cpu_attention
+from kernels import cpu_attention, cpu_sampling
 from kernels.cpu_intrinsics import LANES, address, exp, fma, tile_1x2, tile_2x2, tile_4x2, tile_8x2
 from kernels.layout import Packed, PagedCache, Paging
 
@@ -42,7 +42,10 @@ def split(kernel: Callable[..., Any], total: int, *args: Any) -> None:
         kernel(0, total, *args)
         return
     bounds = [total * i // parts for i in range(parts + 1)]
-    futures = [_pool.submit(kernel, low, high, *args) for low, high in zip(bounds[1:-1], bounds[2:], strict=True)]
+    futures = [
+        _pool.submit(kernel, low, high, *args)
+        for low, high in zip(bounds[1:-1], bounds[2:], strict=True)
+    ]
     kernel(0, bounds[1], *args)
     for future in futures:
         future.result()
@@ -115,7 +118,16 @@ def _product(low, high, x, w, y):  # type: ignore[no-untyped-def]
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMS norm of each row times `weight`; with a `bias` LayerNorm (the mean is taken off first, the bias added last)."""
     y = torch.empty_like(x)
-    split(_norm, x.shape[0], x.numpy(), weight.numpy(), (weight if bias is None else bias).numpy(), bias is not None, eps, y.numpy())
+    split(
+        _norm,
+        x.shape[0],
+        x.numpy(),
+        weight.numpy(),
+        (weight if bias is None else bias).numpy(),
+        bias is not None,
+        eps,
+        y.numpy(),
+    )
     return y
 
 
@@ -241,7 +253,21 @@ _NONE1, _NONE3 = np.empty(0, dtype=np.float32), np.empty((0, 0, 0), dtype=np.flo
 
 
 @njit(nogil=True, cache=True)
-def _prepare(low, high, qkv, num_heads, num_kv, dim, q_norm, k_norm, eps, qk_bias, rotary, is_interleaved, positions):  # type: ignore[no-untyped-def]
+def _prepare(
+    low,
+    high,
+    qkv,
+    num_heads,
+    num_kv,
+    dim,
+    q_norm,
+    k_norm,
+    eps,
+    qk_bias,
+    rotary,
+    is_interleaved,
+    positions,
+):  # type: ignore[no-untyped-def]
     half = dim // 2
     lanes = np.empty(LANES, dtype=np.float32)
     for r in range(low, high):
@@ -266,7 +292,9 @@ def _prepare(low, high, qkv, num_heads, num_kv, dim, q_norm, k_norm, eps, qk_bia
                     x[b] = fma(second, cos[i], first * sin[i])
 
 
-def store_kv(qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer: int, paging: Paging) -> None:
+def store_kv(
+    qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer: int, paging: Paging
+) -> None:
     """Writes each row's K and V, from qkv (n, (H + 2 Hkv) Dh), to the row's place in layer `layer` of its block."""
     arrays = _arrays(paging)
     split(
@@ -276,7 +304,12 @@ def store_kv(qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer:
 
 
 def attention(
-    qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer: int, slopes: Tensor | None, paging: Paging
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    cache: PagedCache,
+    layer: int,
+    slopes: Tensor | None,
+    paging: Paging,
 ) -> Tensor:
     """Attention of each row's q over the keys up to its own position, read through its tables. Returns (n, H Dh).
 
@@ -311,3 +344,56 @@ def _arrays(paging: Paging) -> Any:
     if paging.arrays is None:
         paging.arrays = _Arrays(paging)
     return paging.arrays
+
+
+# -------------------------------------------------------------------------------------------------------------- sampling
+
+
+def choose(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """One token per row of logits (n, vocab), int64 (n,).
+
+    Temperature 0 takes the largest logit. Otherwise z = logit / temperature goes through top-k (0: off), top-p (1: off) and min-p (0:
+    off), in that order, and the token with the largest z + Gumbel noise wins. The noise is -log(-log(u)) with u hashed from (key,
+    token id). All ties go to the lowest id. Top-p adds integers: a token weighs floor(2**30 exp(z - max)) and stays while the
+    weights ahead of it are below floor(top_p * total).
+
+    Args:
+        temperature, min_p: fp32 (n,).
+        top_k: int64 (n,).
+        top_p: fp64 (n,).
+        keys: uint32 (n, 2), the low and high halves of the noise key of (seed, position).
+    """
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    split(
+        cpu_sampling.choose, logits.shape[0], logits.numpy(), temperature.numpy(), top_k.numpy(), top_p.numpy(), min_p.numpy(),
+        keys.numpy(), tokens.numpy(),
+    )  # fmt: skip
+    return tokens
+
+
+def log_probabilities(
+    logits: Tensor, chosen: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-softmax of each row of logits (n, vocab) at `chosen` int64 (n,), and its `num_top` largest, ties to the lowest id.
+
+    Returns:
+        logprobs fp32 (n,), top ids int64 (n, num_top), their logprobs fp32 (n, num_top).
+    """
+    n = logits.shape[0]
+    logprobs, top_ids, top_logprobs = (
+        torch.empty(n),
+        torch.zeros(n, num_top, dtype=torch.int64),
+        torch.empty(n, num_top),
+    )
+    split(
+        cpu_sampling.log_probabilities,
+        n,
+        logits.numpy(),
+        chosen.numpy(),
+        logprobs.numpy(),
+        top_ids.numpy(),
+        top_logprobs.numpy(),
+    )
+    return logprobs, top_ids, top_logprobs

@@ -25,7 +25,12 @@ def make_tiles(slots, tables, max_rows):  # type: ignore[no-untyped-def]
     bounds[0] = 0
     count = 0
     for r in range(1, n + 1):
-        if r == n or slots[r] != slots[r - 1] or tables[r] != tables[r - 1] or r - bounds[count] == max_rows:
+        if (
+            r == n
+            or slots[r] != slots[r - 1]
+            or tables[r] != tables[r - 1]
+            or r - bounds[count] == max_rows
+        ):
             count += 1
             bounds[count] = r
     return bounds[: count + 1]
@@ -149,9 +154,20 @@ def attend(
             while m < count:
                 row = start + m // group
                 many = group if is_mapped else count - m
-                at_keys = address(keys) + ((blocks[b] * keys.shape[1] + layer) * num_kv + head) * key_bytes
-                at_values = address(values) + ((blocks[b] * keys.shape[1] + layer) * num_kv + head) * value_bytes
-                if is_mapped and positions[row] >= base and row_map[row] >= 0 and base >= map_base[row]:
+                at_keys = (
+                    address(keys)
+                    + ((blocks[b] * keys.shape[1] + layer) * num_kv + head) * key_bytes
+                )
+                at_values = (
+                    address(values)
+                    + ((blocks[b] * keys.shape[1] + layer) * num_kv + head) * value_bytes
+                )
+                if (
+                    is_mapped
+                    and positions[row] >= base
+                    and row_map[row] >= 0
+                    and base >= map_base[row]
+                ):
                     here = min(BLOCK_SIZE, positions[row] - base + 1)
                     places = maps[row_map[row], base - map_base[row] :]
                     _gather(keys, values, layer, head, blocks, places, here, key_block, value_block)
@@ -181,12 +197,39 @@ def _is_seen(start, m, many, group, positions, windows, base):  # type: ignore[n
 
 @njit(nogil=True, cache=True)
 def _reduce(
-    start, m0, many, head, group, dim, q, s, o, top, total, lanes, at_keys, at_values, base, slopes, positions, windows
+    start,
+    m0,
+    many,
+    head,
+    group,
+    dim,
+    q,
+    s,
+    o,
+    top,
+    total,
+    lanes,
+    at_keys,
+    at_values,
+    base,
+    slopes,
+    positions,
+    windows,
 ):  # type: ignore[no-untyped-def]
     """Adds one block to the running sums of queries m0 .. m0 + many."""
     padded = o.shape[1]
     s[m0 : m0 + many] = _F0
-    _product(many, address(q) + m0 * dim * 4, dim, at_keys, BLOCK_SIZE, dim, address(s) + m0 * BLOCK_SIZE * 4, BLOCK_SIZE, 4)
+    _product(
+        many,
+        address(q) + m0 * dim * 4,
+        dim,
+        at_keys,
+        BLOCK_SIZE,
+        dim,
+        address(s) + m0 * BLOCK_SIZE * 4,
+        BLOCK_SIZE,
+        4,
+    )
     all_whole = True
     for m in range(m0, m0 + many):
         row = start + m // group
@@ -211,7 +254,9 @@ def _reduce(
         all_whole = all_whole and visible == BLOCK_SIZE
     if all_whole:
         at_s, at_o = address(s) + m0 * BLOCK_SIZE * 4, address(o) + m0 * padded * 4
-        _product(many, at_s, BLOCK_SIZE, at_values, padded, BLOCK_SIZE, at_o, padded, padded // LANES)
+        _product(
+            many, at_s, BLOCK_SIZE, at_values, padded, BLOCK_SIZE, at_o, padded, padded // LANES
+        )
         return
     for m in range(m0, m0 + many):
         visible = min(BLOCK_SIZE, positions[start + m // group] - base + 1)

@@ -69,11 +69,19 @@ def _product_tile(num_rows: int, num_vectors: int) -> Any:
             k.add_incoming(constant(0), before)
             sums = [builder.phi(_vector) for _ in cells]
             row = builder.mul(k, ldw)
-            ws = [builder.load(at(w, builder.add(row, constant(v * LANES)), _vector), align=4) for v in range(num_vectors)]
-            undefined, lanes = ir.Constant(_vector, ir.Undefined), ir.Constant(ir.VectorType(_i32, LANES), [0] * LANES)
+            ws = [
+                builder.load(at(w, builder.add(row, constant(v * LANES)), _vector), align=4)
+                for v in range(num_vectors)
+            ]
+            undefined, lanes = (
+                ir.Constant(_vector, ir.Undefined),
+                ir.Constant(ir.VectorType(_i32, LANES), [0] * LANES),
+            )
             after = []
             for m in range(num_rows):
-                value = builder.load(at(x, builder.add(builder.mul(ldx, constant(m)), k), _f32), align=4)
+                value = builder.load(
+                    at(x, builder.add(builder.mul(ldx, constant(m)), k), _f32), align=4
+                )
                 value = builder.insert_element(undefined, value, ir.Constant(_i32, 0))
                 value = builder.shuffle_vector(value, undefined, lanes)
                 for v in range(num_vectors):

@@ -1,0 +1,435 @@
+"""The engine: sequences in, one step at a time, tokens out.
+
+A step reads top-down: plan which rows each sequence runs, find their blocks (dropping prefixes, then preempting), run them through
+the model, and hand out what came of them. Owns the sequences and the device; knows no sockets and no scheduler. `worker.py` calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker import limits, sampler
+from gpu_worker.artifact import Artifact, model_card
+from gpu_worker.kv_cache import KVCache
+from gpu_worker.model import Model
+from gpu_worker.prefixes import PrefixStore
+from gpu_worker.rows import Rows
+from gpu_worker.sequence import Sequence
+from kernels.layout import BLOCK_SIZE
+from scheduler.messages import HeldPrefix, Run, SequenceOutput, TokenLogprob, Tokens
+
+log = logging.getLogger(__name__)
+
+HEAD_ROWS = 32  # prompt rows whose logits are made at a time
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine runs; see the settings of the same names. `num_blocks` 0: as many as memory and `max_rows` suggest."""
+
+    device: str = "cpu"
+    kv_format: str = "fp32"
+    kv_share: str = "per_loop"
+    num_blocks: int = 0
+    max_rows: int = 64
+    prefill_chunk: int = 256
+    max_seq_len: int = 0
+    threads: int = 1
+    build_dir: str = ""
+    h_mode_fp16_attn_qkv: bool = False
+    commit: str | None = None
+    hf_home: str = ""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did. `core_passes` is how often the core's weights were read, `num_rows` the rows that entered."""
+
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    held_prefixes: list[HeldPrefix] = field(default_factory=list)
+    dropped_prefixes: list[bytes] = field(default_factory=list)
+    num_rows: int = 0
+    cached_positions: int = 0
+    core_passes: int = 0
+    step_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Work:
+    """A sequence's rows of this step: tokens [start, end)."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Engine:
+    """See the module.
+
+    Args:
+        artifact: the model.
+        options: how to run it.
+        clock: seconds, for step times.
+
+    Raises:
+        ArtifactError: TL013, TL014: the artifact cannot run with these options.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        options: EngineOptions,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        config = artifact.config
+        self._clock = clock
+        self.artifact = artifact
+        self.options = limits.resolve(config, options)
+        torch.set_num_threads(options.threads)
+        self.model = Model(config, artifact.tensors(dequantise=True), options.device)
+        self.model.ops.set_threads(options.threads)
+        self.cache = KVCache(
+            config, self.options.num_blocks, options.max_rows, self.options.max_seq_len
+        )
+        self.prefixes = PrefixStore(self.cache.pool)
+        self.limits = limits.worker_limits(config, self.options)
+        self.numerics_id = limits.numerics_id(config, options)
+        self.card: bytes = msgpack.packb(
+            limits.card(
+                model_card(artifact, options.hf_home), self.limits, self.options, self.numerics_id
+            )
+        )
+        self._waiting: list[Run] = []
+        self._running: list[Sequence] = []  # in the order they came
+        self._result = StepResult()
+        self._totals = {
+            "steps": 0,
+            "core_passes": 0,
+            "tokens": 0,
+            "prompt_tokens": 0,
+            "preemptions": 0,
+            "core_loops": 0,
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- the face
+
+    @property
+    def free_rows(self) -> int:
+        return max(0, self.options.max_rows - len(self._running) - len(self._waiting))
+
+    @property
+    def free_blocks(self) -> int:
+        """Free and evictable blocks, less what running prompts still need and one more block per table of each sequence."""
+        owed = 0
+        for sequence in self._running:
+            positions = max(sequence.num_prompt, len(sequence.tokens)) + BLOCK_SIZE
+            owed += self.cache.num_missing(
+                sequence.slot, min(positions, self._max_positions(sequence))
+            )
+        return max(0, self.cache.pool.num_free + self.prefixes.num_evictable_blocks() - owed)
+
+    def add(self, run: Run) -> None:
+        """Takes a sequence; a run that this engine cannot do ends with an `error` at the next step."""
+        refusal = limits.refusal(run, self.limits)
+        if refusal is not None:
+            self._result.outputs.append(_error(run, *refusal))
+        else:
+            self._waiting.append(run)
+
+    def abort(self, sequence_id: int, attempt: int) -> None:
+        """Forgets a sequence and frees its blocks; an unknown one is fine."""
+        self._waiting = [
+            r for r in self._waiting if (r.sequence_id, r.attempt) != (sequence_id, attempt)
+        ]
+        for sequence in self._running:
+            if (sequence.run.sequence_id, sequence.run.attempt) == (sequence_id, attempt):
+                self._end(sequence)
+                return
+
+    def drop_prefixes(self, prefix_ids: Iterable[bytes]) -> None:
+        for prefix_id in prefix_ids:
+            if self.prefixes.drop(prefix_id):
+                self._result.dropped_prefixes.append(prefix_id)
+
+    def held_prefixes(self) -> list[HeldPrefix]:
+        return self.prefixes.held()
+
+    def reset(self) -> None:
+        """Drops all sequences and everything not yet reported; prefixes stay."""
+        self._waiting.clear()
+        for sequence in list(self._running):
+            self._end(sequence)
+        self._result = StepResult()
+
+    def has_work(self) -> bool:
+        return bool(
+            self._running or self._waiting or self._result.outputs or self._result.dropped_prefixes
+        )
+
+    def step(self) -> StepResult:
+        """Runs one step."""
+        began = self._clock()
+        self._start_waiting()
+        works = self._find_blocks(self._plan())
+        if works:
+            self._run(works)
+        result, self._result = self._result, StepResult()
+        result.cached_positions = sum(s.num_computed for s in self._running)
+        result.step_ms = 1000 * (self._clock() - began)
+        self._totals["steps"] += 1
+        return result
+
+    def series(self) -> dict[str, float]:
+        """Numbers for the metrics."""
+        pool = self.cache.pool
+        return {
+            **{f"{name}_total": float(value) for name, value in self._totals.items()},
+            "rows": float(len(self._running)),
+            "kv_blocks": float(pool.num_blocks),
+            "kv_blocks_used": float(pool.num_used),
+            "kv_bytes_used": float(self.cache.used_bytes),
+            "prefix_entries": float(len(self.prefixes)),
+        }
+
+    # ---------------------------------------------------------------------------------------------------- planning a step
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._running) < self.options.max_rows:
+            run = self._waiting.pop(0)
+            sequence = Sequence(run, self.cache.open(run.params.loops))
+            self._running.append(sequence)
+            self._adopt_prefix(sequence)
+
+    def _adopt_prefix(self, sequence: Sequence) -> None:
+        """Starts from the blocks of the entry that the run names, as far as its tokens are the prompt's and one is left to run."""
+        run = sequence.run
+        entry = (
+            self.prefixes.find(run.prefix_id)
+            if run.prefix_id and run.params.prompt_logprobs < 0
+            else None
+        )
+        if entry is None:
+            return
+        length = (
+            min(run.prefix_len, len(entry.held.tokens), sequence.num_prompt - 1)
+            // BLOCK_SIZE
+            * BLOCK_SIZE
+        )
+        loops = entry.held.key.loops
+        fits = (
+            loops == run.params.loops if self.model.coda else loops >= run.params.loops
+        )  # a coda's K and V depend on the depth
+        if length == 0 or not fits or entry.held.tokens[:length] != run.prompt[:length]:
+            return
+        self.cache.adopt(sequence.slot, entry.blocks[:, : length // BLOCK_SIZE])
+        sequence.num_computed = sequence.cached_tokens = length
+
+    def _plan(self) -> list[Work]:
+        """Every sequence past its prompt, and prompts in order of arrival until the chunk is full."""
+        budget = self.options.prefill_chunk
+        works = []
+        for sequence in self._running:
+            end = sequence.next_end(budget)
+            if sequence.is_prefilling:
+                budget -= end - sequence.num_computed
+            if end > sequence.num_computed:
+                works.append(Work(sequence, sequence.num_computed, end))
+        return works
+
+    def _find_blocks(self, works: list[Work]) -> list[Work]:
+        """Extends the tables of the planned sequences, oldest first; who finds no room makes the youngest leave."""
+        found: list[Work] = []
+        for work in works:
+            if work.sequence not in self._running:
+                continue  # preempted for an older one
+            while work.sequence in self._running:
+                missing = self.cache.num_missing(work.sequence.slot, work.end)
+                self._evict(missing, with_registered=False)
+                if missing <= self.cache.pool.num_free:
+                    self.cache.extend(work.sequence.slot, work.end)
+                    found.append(work)
+                    break
+                if len(self._running) > 1:
+                    self._preempt(self._running[-1])
+                elif not self._evict(missing, with_registered=True):
+                    self._fail(
+                        work.sequence,
+                        "kv_exhausted",
+                        f"{missing} more blocks wanted, the pool has {self.cache.pool.num_blocks}",
+                    )
+        return found
+
+    def _evict(self, missing: int, with_registered: bool) -> bool:
+        dropped = self.prefixes.evict(missing, with_registered)
+        self._result.dropped_prefixes += dropped
+        return bool(dropped)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._totals["preemptions"] += 1
+        self._report(sequence, [], [], "preempted")
+        self._end(sequence)
+
+    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
+        self._end(sequence)
+        self._result.outputs.append(_error(sequence.run, code, message))
+
+    # ----------------------------------------------------------------------------------------------------- running a step
+
+    @torch.inference_mode()
+    def _run(self, works: list[Work]) -> None:
+        rows = self._rows(works)
+        states, _ = self.model.trunk(rows, self.cache)
+        y = self.model.read_out(states, rows, self.cache)
+        self._result.num_rows = len(rows)
+        self._result.core_passes = int((rows.last_loop - rows.first_loop).max()) + 1
+        self._totals["core_passes"] += self._result.core_passes
+        firsts = np.cumsum([0] + [w.end - w.start for w in works])
+        drawing, at = [], []
+        for work, first in zip(works, firsts.tolist(), strict=False):
+            sequence = work.sequence
+            sequence.num_computed = work.end
+            if work.start < sequence.num_prompt:
+                self._totals["prompt_tokens"] += work.end - work.start
+                self._score_prompt(work, y[first : first + work.end - work.start])
+                self._store_prefix(sequence)
+            if work.end == len(sequence.tokens):
+                if self._is_complete(sequence):
+                    continue
+                drawing.append(sequence)
+                at.append(first + work.end - work.start - 1)
+        if drawing:
+            self._draw(drawing, self.model.logits(y[torch.tensor(at)]))
+
+    def _rows(self, works: list[Work]) -> Rows:
+        rows = Rows.empty(sum(w.end - w.start for w in works))
+        first = 0
+        for work in works:
+            part = slice(first, first + work.end - work.start)
+            params = work.sequence.params
+            rows.tokens[part] = work.sequence.tokens[work.start : work.end]
+            rows.slots[part] = work.sequence.slot
+            rows.positions[part] = range(work.start, work.end)
+            rows.last_loop[part] = params.loops
+            rows.windows[part] = params.cache_window
+            if params.init_seed is not None:
+                rows.has_init_seed[part] = True
+                rows.init_seeds[part] = params.init_seed & (1 << 64) - 1
+            first = part.stop
+        rows.places[:] = rows.positions
+        return rows
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """The next token of each sequence from its row of logits."""
+        ops = self.model.ops
+        tokens = sampler.choose(ops, logits, [s.draw() for s in sequences])
+        scored = [i for i, s in enumerate(sequences) if s.params.logprobs >= 0]
+        logprobs: dict[int, TokenLogprob] = {}
+        if scored:
+            num_top = [sequences[i].params.logprobs for i in scored]
+            part = logits[torch.tensor(scored)]
+            found = sampler.log_probabilities(ops, part, [tokens[i] for i in scored], num_top)
+            logprobs = dict(zip(scored, found, strict=True))
+        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            sequence.core_loops += sequence.params.loops
+            reason = sequence.append(token)
+            self._report(sequence, [token], [logprobs[i]] if i in logprobs else [], reason)
+            if reason:
+                self._end(sequence)
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        """Ends a sequence that needs no further token: nothing was asked for, or a replay was already at its end."""
+        reason = sequence.finish_reason()
+        if reason:
+            self._report(sequence, [], [], reason)
+            self._end(sequence)
+        return bool(reason)
+
+    def _score_prompt(self, work: Work, y: Tensor) -> None:
+        """Log-probabilities of the prompt's tokens from the rows before them; the first token has none."""
+        sequence, num_top = work.sequence, work.sequence.params.prompt_logprobs
+        if num_top < 0:
+            return
+        if work.start == 0:
+            sequence.prompt_logprobs.append(None)
+        last = min(work.end, sequence.num_prompt - 1)
+        for start in range(work.start, last, HEAD_ROWS):
+            end = min(start + HEAD_ROWS, last)
+            logits = self.model.logits(y[start - work.start : end - work.start])
+            targets = sequence.tokens[start + 1 : end + 1]
+            sequence.prompt_logprobs += sampler.log_probabilities(
+                self.model.ops, logits, targets, [num_top] * len(targets)
+            )
+
+    def _store_prefix(self, sequence: Sequence) -> None:
+        """Keeps the blocks that the run asked to keep, once the whole prompt is computed."""
+        store = sequence.run.store
+        if store is None or sequence.is_prefilling:
+            return
+        length = len(store.tokens) // BLOCK_SIZE * BLOCK_SIZE
+        if (
+            length == 0
+            or length > sequence.num_prompt
+            or store.tokens[:length] != sequence.run.prompt[:length]
+        ):
+            return
+        blocks = self.cache.hold(sequence.slot, length)
+        key = replace(store.key, loops=sequence.params.loops)
+        held = replace(
+            store,
+            key=key,
+            tokens=Tokens(store.tokens[:length]),
+            num_blocks=blocks.size,
+            num_bytes=blocks.size * self.cache.block_bytes,
+        )
+        self.prefixes.keep(held, blocks)
+        self._result.held_prefixes.append(held)
+
+    # --------------------------------------------------------------------------------------------------- ends and reports
+
+    def _report(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprob], reason: str
+    ) -> None:
+        self._totals["tokens"] += len(tokens)
+        self._totals["core_loops"] += sequence.core_loops
+        self._result.outputs.append(
+            SequenceOutput(
+                sequence.run.sequence_id,
+                sequence.run.attempt,
+                sequence.num_generated - len(tokens),
+                Tokens(tokens),
+                tuple(logprobs),
+                tuple(sequence.prompt_logprobs),
+                reason,
+                cached_tokens=sequence.cached_tokens,
+                core_loops=sequence.core_loops,
+            )
+        )
+        sequence.prompt_logprobs = []
+        sequence.cached_tokens = sequence.core_loops = 0
+
+    def _end(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self.cache.close(sequence.slot)
+
+    def _max_positions(self, sequence: Sequence) -> int:
+        return sequence.num_prompt + sequence.params.max_tokens
+
+
+def _error(run: Run, code: str, message: str) -> SequenceOutput:
+    return SequenceOutput(
+        run.sequence_id,
+        run.attempt,
+        len(run.emitted),
+        Tokens(),
+        finish_reason="error",
+        error_code=code,
+        error_message=message,
+    )

@@ -1,0 +1,152 @@
+"""What an engine can hold and what it accepts: options made whole, the limits told to the scheduler, the card, refusals.
+
+Plain numbers and names; no tensors, no state.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numba
+import torch
+
+from gpu_worker.artifact_errors import ArtifactError
+from gpu_worker.kv_cache import block_bytes, extra_tables
+from gpu_worker.kv_sizes import mode_name, unusable_reason
+from gpu_worker.model_config import ModelConfig
+from kernels.layout import BLOCK_SIZE
+from scheduler.messages import Run, WorkerLimits
+
+if TYPE_CHECKING:
+    from gpu_worker.engine import EngineOptions
+
+MEMORY_SHARE = 0.25  # of the free memory, for the KV pool when its size is not given
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def resolve(config: ModelConfig, options: EngineOptions) -> EngineOptions:
+    """The options with the sequence length and the number of blocks decided.
+
+    Raises:
+        ArtifactError: TL013 if the artifact cannot use the KV mode, TL014 if not even one longest sequence fits in the pool.
+    """
+    reason = unusable_reason(config, options.kv_format, options.kv_share)
+    if not reason and (options.kv_format, options.kv_share) != ("fp32", "per_loop"):
+        reason = f"the {options.device} device has no such mode"
+    if reason:
+        mode = mode_name(options.kv_format, options.kv_share)
+        raise ArtifactError(
+            "TL013",
+            f"KV mode {mode}: {reason}",
+            "choose another TINYLOOP_KV_FORMAT or TINYLOOP_KV_SHARE",
+        )
+    max_seq_len = min(options.max_seq_len or config.arch.max_pos, config.arch.max_pos)
+    one = -(-max_seq_len // BLOCK_SIZE) * (extra_tables(config) + config.loop.default)
+    num_blocks = options.num_blocks or min(
+        one * options.max_rows, int(free_memory() * MEMORY_SHARE) // block_bytes(config)
+    )
+    if num_blocks < one:
+        raise ArtifactError(
+            "TL014",
+            f"the KV pool has {num_blocks} blocks of {block_bytes(config)} bytes, one sequence of {max_seq_len} positions takes {one}",
+            "raise TINYLOOP_KV_BLOCKS or lower TINYLOOP_MAX_SEQ_LEN",
+        )
+    return replace(options, max_seq_len=max_seq_len, num_blocks=num_blocks)
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process could still get."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        free = min(free, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        pass  # no such limit
+    return free
+
+
+def worker_limits(config: ModelConfig, options: EngineOptions) -> WorkerLimits:
+    return WorkerLimits(
+        max_rows=options.max_rows,
+        num_blocks=options.num_blocks,
+        extra_tables=extra_tables(config),
+        max_seq_len=options.max_seq_len,
+        vocab=config.arch.vocab,
+        loops_default=config.loop.default,
+        loops_trained=config.loop.trained_max,
+        loops_max=config.loop.hard_max,
+        has_coda=config.stages.coda > 0,
+        has_injection=config.loop.inject != "none",
+        has_init_seed=config.loop.state_init.kind == "normal",
+        exit_kinds=("none",),
+        kv_modes=(mode_name(options.kv_format, options.kv_share),),
+    )
+
+
+def card(
+    card: dict[str, Any], limits: WorkerLimits, options: EngineOptions, numerics: str
+) -> dict[str, Any]:
+    """The artifact's card entries completed with the engine's own."""
+    return card | {
+        "max_seq_len": limits.max_seq_len,
+        "kv_modes": list(limits.kv_modes),
+        "kv_mode_default": limits.kv_modes[0],
+        "speculation": True,
+        "numerics_id": numerics,
+        "block_size": BLOCK_SIZE,
+        "max_rows": limits.max_rows,
+        "num_blocks": limits.num_blocks,
+        "commit": options.commit,
+    }
+
+
+def numerics_id(config: ModelConfig, options: EngineOptions) -> str:
+    """Names all that the bits of a result may depend on, beside the artifact and the request."""
+    isa = torch.backends.cpu.get_cpu_capability().lower()
+    return (
+        f"{options.device}-{platform.machine()}-{isa}-t{options.threads}"
+        f"-torch{torch.__version__.split('+')[0]}-numba{numba.__version__}-{config.dtype}"
+    )
+
+
+def refusal(run: Run, limits: WorkerLimits) -> tuple[str, str] | None:
+    """Code and message of why a run cannot be done here, None if it can. The scheduler has checked most of it before."""
+    params = run.params
+    tokens = (*run.prompt, *run.emitted)
+    named = [i for i, _ in params.logit_bias] + list(params.stop_token_ids)
+    if not run.prompt:
+        return "invalid_request", "the prompt is empty"
+    if max(tokens) >= limits.vocab or any(not 0 <= i < limits.vocab for i in named):
+        return "invalid_request", f"a token id is outside the vocabulary of {limits.vocab}"
+    if not 1 <= params.loops <= limits.loops_max:
+        return "invalid_request", f"loops {params.loops}, allowed: 1 to {limits.loops_max}"
+    positions = max(len(run.prompt) + params.max_tokens, len(tokens))
+    if positions > limits.max_seq_len:
+        return "context_length_exceeded", f"{positions} positions, at most {limits.max_seq_len}"
+    blocks = -(-positions // BLOCK_SIZE) * (params.loops + limits.extra_tables)
+    if blocks > limits.num_blocks:
+        return "context_length_exceeded", f"{blocks} KV blocks, the pool has {limits.num_blocks}"
+    if params.kv_cache_mode and params.kv_cache_mode not in limits.kv_modes:
+        return (
+            "invalid_request",
+            f"KV mode {params.kv_cache_mode}, this worker has {', '.join(limits.kv_modes)}",
+        )
+    if params.exit_kind not in limits.exit_kinds:
+        return (
+            "invalid_request",
+            f"exit {params.exit_kind}, this worker has {', '.join(limits.exit_kinds)}",
+        )
+    if params.warm_start and not limits.has_injection:
+        return (
+            "invalid_request",
+            "warm start needs a model that injects the embeddings at each loop",
+        )
+    if params.top_p <= 0 or params.repetition_penalty <= 0 or params.temperature < 0:
+        return (
+            "invalid_request",
+            "top_p and repetition_penalty must be above 0, temperature not below",
+        )
+    return None
