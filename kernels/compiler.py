@@ -76,17 +76,13 @@ def compile_ptx(variant: Variant) -> str:
     if entry is None:
         raise RuntimeError(f"{variant.name}: no entry point in the PTX")
     ptx = str(ptx).replace(entry.group(1), variant.name)
-    return _with_dynamic_shared(ptx, variant)
+    return _with_launch_bound(ptx, variant)
 
 
-def _with_dynamic_shared(ptx: str, variant: Variant) -> str:
-    """Declare the dynamic shared memory and the launch bound of the entry.
-
-    Shared addresses in the source start at 0; the block's dynamic shared memory starts there when the
-    kernel has no static shared memory, which `scripts/check_ptx.py` asserts.
-    """
-    ptx = re.sub(r"(\.visible \.entry[^{]*?\))\s*\n\{", rf"\1\n.maxntid {variant.num_threads}, 1, 1\n{{", ptx, count=1, flags=re.S)
-    return ptx
+def _with_launch_bound(ptx: str, variant: Variant) -> str:
+    """Tell the assembler how many threads there are, so that it can give each its share of registers."""
+    bound = f".maxntid {variant.num_threads}, 1, 1\n.minnctapersm 1\n"
+    return re.sub(r"(\.visible \.entry[^{]*?\))\s*\{", rf"\1\n{bound}{{", ptx, count=1, flags=re.S)
 
 
 # --- source to numba -------------------------------------------------------------------------------
@@ -152,7 +148,7 @@ def _op_intrinsic(spec: Op, name: str) -> Any:
 def _traced_intrinsic(function: Callable[..., Any], spec: TracedSpec) -> Any:
     return _intrinsic(
         function.__name__,
-        function.__code__.co_argcount,
+        spec.num_args,
         _numba_kinds(spec.returns, spec.is_tuple),
         lambda emitter, args: tracing(emitter, function, args),
     )
@@ -264,8 +260,6 @@ class LlvmEmitter(Emitter):
         left, right = self.as_kind(a, kind), self.as_kind(b, kind)
         return Symbol(self, kind, getattr(self.builder, name)(left.value, right.value))
 
-    _INTEGER_OPS = {"quotient": "udiv", "remainder": "urem"}
-
     def call(self, op: Op, args: Sequence[Any]) -> Any:
         ir = self.ir
         values = [self.as_kind(arg, kind).value for arg, kind in zip(args, op.args, strict=True)]
@@ -282,7 +276,8 @@ class LlvmEmitter(Emitter):
             result_type = ir.LiteralStructType(outputs)
         function = ir.FunctionType(result_type, [self.llvm_kinds[kind] for kind in op.args])
         constraints = ",".join(
-            [f"={kind}" for kind in op.returns]
+            # several instructions may write a result before they read an argument
+            [f"=&{kind}" if op.text.count(";") > 1 else f"={kind}" for kind in op.returns]
             + list(op.args)
             + (["~{memory}"] if op.touches_memory else [])
         )

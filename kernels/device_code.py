@@ -35,6 +35,7 @@ class TracedSpec:
 
     returns: str
     is_tuple: bool
+    num_args: int
 
 
 class Symbol:
@@ -135,11 +136,23 @@ def op(
     return mark
 
 
-def traced(returns: str = "", *, is_tuple: bool | None = None) -> Callable[..., Any]:
-    """Mark straight-line device code; `returns` gives the kinds of its results."""
-    spec = TracedSpec(returns, len(returns) > 1 if is_tuple is None else is_tuple)
+def traced(
+    returns: str = "", *, is_tuple: bool | None = None, num_star: int = 0
+) -> Callable[..., Any]:
+    """Mark straight-line device code.
+
+    Args:
+        returns: the kinds of its results.
+        is_tuple: whether they come as a tuple (default: if there are several).
+        num_star: how many arguments its `*args` stands for.
+    """
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        spec = TracedSpec(
+            returns,
+            len(returns) > 1 if is_tuple is None else is_tuple,
+            function.__code__.co_argcount + num_star,
+        )
         function.device_traced = spec  # type: ignore[attr-defined]
         return function
 

@@ -80,6 +80,20 @@ def load_f32x4(address: int) -> Four:
     return struct.unpack("<4f", emulator.read_global(address, 16))
 
 
+@op(
+    "rrrr",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+    "@p ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];}",
+    volatile=True,
+)
+def load_128_if(address: int, condition: int) -> Four:
+    """16 bytes, or zeros where `condition` is 0."""
+    if not condition:
+        return (0, 0, 0, 0)
+    return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
 @op("ff", "l", "ld.global.cg.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
@@ -88,6 +102,44 @@ def load_f32x2(address: int) -> tuple[float, float]:
 @op("rr", "l", "ld.global.cg.v2.u32 {$0,$1}, [$2];", volatile=True)
 def load_64(address: int) -> tuple[int, int]:
     return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
+
+
+@op(
+    "ffff",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+    "@p ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];}",
+    volatile=True,
+)
+def load_f32x4_if(address: int, condition: int) -> Four:
+    if not condition:
+        return (0.0, 0.0, 0.0, 0.0)
+    return struct.unpack("<4f", emulator.read_global(address, 16))
+
+
+@op(
+    "ff",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+    "@p ld.global.cg.v2.f32 {$0,$1}, [$2];}",
+    volatile=True,
+)
+def load_f32x2_if(address: int, condition: int) -> tuple[float, float]:
+    if not condition:
+        return (0.0, 0.0)
+    return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
+
+
+@op(
+    "f",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.cg.f32 $0, [$1];}",
+    volatile=True,
+)
+def load_f32_if(address: int, condition: int) -> float:
+    if not condition:
+        return 0.0
+    return float(struct.unpack("<f", emulator.read_global(address, 4))[0])
 
 
 @op("f", "l", "ld.global.cg.f32 $0, [$1];", volatile=True)
@@ -123,6 +175,40 @@ def store_128(address: int, a: int, b: int, c: int, d: int) -> None:
 @op("", "lff", "st.global.v2.f32 [$0], {$1,$2};", memory=True)
 def store_f32x2(address: int, a: float, b: float) -> None:
     emulator.write_global(address, struct.pack("<2f", a, b))
+
+
+@op(
+    "",
+    "lffr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.f32 [$0], {$1,$2};}",
+    memory=True,
+)
+def store_f32x2_if(address: int, a: float, b: float, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<2f", a, b))
+
+
+@op("", "lfr", "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1;}", memory=True)
+def store_f32_if(address: int, value: float, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<f", value))
+
+
+@op(
+    "",
+    "lrr",
+    "{.reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; cvt.u16.u32 h, $1; @p st.global.u16 [$0], h;}",
+    memory=True,
+)
+def store_16_if(address: int, value: int, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<H", value & 0xFFFF))
+
+
+@op("", "lrr", "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.u32 [$0], $1;}", memory=True)
+def store_32_if(address: int, value: int, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
 
 
 @op("", "lf", "st.global.f32 [$0], $1;", memory=True)
@@ -223,6 +309,19 @@ def store_shared_128(address: int, a: int, b: int, c: int, d: int) -> None:
     emulator.write_shared(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
 
 
+@op(
+    "",
+    "rrrrrr",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; @p st.shared.v4.u32 [$0], {$1,$2,$3,$4};}",
+    memory=True,
+)
+def store_shared_128_if(address: int, a: int, b: int, c: int, d: int, condition: int) -> None:
+    if condition:
+        emulator.write_shared(
+            address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d)))
+        )
+
+
 @op("r", "rr", "atom.shared.add.u32 $0, [$1], $2;", memory=True)
 def atomic_add_shared(address: int, value: int) -> int:
     return emulator.atomic_add_shared(address, value)
@@ -232,6 +331,18 @@ def atomic_add_shared(address: int, value: int) -> int:
 def map_shared(address: int, rank: int) -> int:
     """The cluster address of `address` in the block of rank `rank`."""
     return emulator.map_shared(address, rank)
+
+
+@op(
+    "",
+    "rffr",
+    "{.reg .pred p; setp.gt.s32 p, $3, 0; @p st.shared::cluster.v2.f32 [$0], {$1,$2};}",
+    memory=True,
+)
+def store_cluster_f32x2(address: int, a: float, b: float, condition: int) -> None:
+    """Store where `condition` > 0."""
+    if condition > 0:
+        emulator.write_shared(address, struct.pack("<2f", a, b))
 
 
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
@@ -361,9 +472,9 @@ def tanh_fast(x: float) -> float:
     return _f32(math.tanh(x))
 
 
-@op("f", "ff", "div.rn.f32 $0, $1, $2;")
-def divide(a: float, b: float) -> float:
-    return _f32(a / b)
+@op("f", "f", "rcp.approx.ftz.f32 $0, $1;")
+def reciprocal(x: float) -> float:
+    return _f32(1.0 / x) if x else math.inf
 
 
 @op("f", "r", "cvt.rn.f32.s32 $0, $1;")
@@ -433,6 +544,21 @@ def permute_bytes(a: int, b: int, selector: int) -> int:
 def select(a: float, b: float, condition: int) -> float:
     """`a` where `condition` is not zero, else `b`."""
     return a if condition else b
+
+
+@op("r", "rrr", "{.reg .pred p; setp.ne.s32 p, $3, 0; selp.b32 $0, $1, $2, p;}")
+def select_int(a: int, b: int, condition: int) -> int:
+    return a if condition else b
+
+
+@op("l", "llr", "{.reg .pred p; setp.ne.s32 p, $3, 0; selp.b64 $0, $1, $2, p;}")
+def select_wide(a: int, b: int, condition: int) -> int:
+    return a if condition else b
+
+
+@op("l", "r", "cvt.s64.s32 $0, $1;")
+def wide(x: int) -> int:
+    return x
 
 
 @op("r", "rr", "{.reg .pred p; setp.lt.s32 p, $1, $2; selp.u32 $0, 1, 0, p;}")

@@ -1,0 +1,159 @@
+"""The logic of the few-row products, run on the emulator at tiny sizes against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import emulator, layouts, linear
+from kernels.compiler import Variant
+from kernels.layouts import ProductShape
+from kernels.linear import HeadShape, Launch
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    yield
+    emulator.forget()
+
+
+def _run(variant: Variant, clusters: int, chunks: int, *args: object) -> None:
+    flat = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            emulator.register(arg)
+            flat.append(arg.data_ptr())
+        else:
+            flat.append(arg)
+    flat += [0] * (14 - len(flat))
+    emulator.run(
+        variant.function,
+        (clusters * variant.cluster, chunks),
+        variant.num_threads,
+        flat,
+        cluster=variant.cluster,
+        shared_bytes=variant.shared_bytes,
+    )
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    return x.view(x.shape[0], -1, 16).square().sum(-1).contiguous()
+
+
+def _normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain).half().float()
+
+
+def _weight(n: int, k: int) -> torch.Tensor:
+    return (torch.randn(n, k) / k**0.5).half()
+
+
+@pytest.mark.parametrize(
+    ("rows", "launch"),
+    [
+        (1, Launch(ProductShape(40, 256, 1), 1, 1, 1, True)),
+        (11, Launch(ProductShape(32, 512, 2), 2, 1, 2, False)),
+        (3, Launch(ProductShape(32, 512, 1, 2), 1, 2, 1, True)),
+        (3, Launch(ProductShape(32, 1024, 1, 2), 1, 2, 1, False)),
+        (9, Launch(ProductShape(32, 200, 2), 2, 1, 1, True)),
+    ],
+    ids=["row", "pull", "sub_slices", "sub_slices_pull", "padded_k_two_chunks"],
+)
+def test_store_matches_pytorch(rows: int, launch: Launch) -> None:
+    torch.manual_seed(rows)
+    n, k = launch.shape.n, launch.shape.k
+    weight, x = _weight(n, k), torch.randn(rows, k).half()
+    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(n, launch.shape))
+    out = torch.full((rows, n), float("nan"))
+    variant = linear.store_product("t", launch, is_normed=False)
+    _run(variant, launch.clusters, -(-rows // launch.columns), packed, x, 0, 0, rows, 0.0, out)
+    torch.testing.assert_close(out, x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
+
+
+def test_rounds_go_through_the_ring() -> None:
+    torch.manual_seed(0)
+    launch = Launch(ProductShape(16 * 16 * 3 - 20, 256, 1), 1, 1, 1, True, 2)
+    n, k, rows = launch.shape.n, launch.shape.k, 2
+    assert launch.rounds == 3
+    weight, x, gain = _weight(n, k), torch.randn(rows, k), torch.rand(k) + 0.5
+    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(n, launch.shape))
+    out = torch.full((rows, n), float("nan"))
+    variant = linear.store_product("t", launch, is_normed=True)
+    _run(variant, launch.clusters, 1, packed, x, _squares(x), gain, rows, 1e-6, out)
+    torch.testing.assert_close(out, _normed(x, gain) @ weight.float().T, rtol=1e-4, atol=2e-4)
+
+
+def test_residual_adds_and_leaves_the_sums_of_squares() -> None:
+    torch.manual_seed(1)
+    launch = Launch(ProductShape(32, 256, 1), 1, 1, 1, True)
+    weight, h, x = _weight(32, 256), torch.randn(3, 256).half(), torch.randn(3, 32)
+    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(32, launch.shape))
+    expected = x + h.float() @ weight.float().T
+    squares = torch.full((3, 2), float("nan"))
+    _run(linear.residual_product("t", launch), 2, 1, packed, h, 0, 0, 3, 0.0, x, squares)
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(squares, _squares(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_gated_matches_swiglu() -> None:
+    torch.manual_seed(2)
+    launch = Launch(ProductShape(2 * 24, 256, 1), 1, 1, 1, True)
+    weight, x, gain = _weight(48, 256), torch.randn(2, 256), torch.rand(256) + 0.5
+    packed = layouts.pack_weight(weight, launch.shape, layouts.gated_rows(24, launch.shape))
+    out = torch.full((2, 24), float("nan")).half()
+    _run(
+        linear.gated_product("t", launch), launch.clusters, 1,
+        packed, x, _squares(x), gain, 2, 1e-6, out,
+    )  # fmt: skip
+    y = _normed(x, gain) @ weight.float().T
+    expected = torch.nn.functional.silu(y[:, :24]) * y[:, 24:]
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
+    torch.manual_seed(3)
+    dim, heads, kv, d, rows = 32, 2, 1, 256, 2
+    launch = Launch(ProductShape((heads + 2 * kv) * dim, d, 1), 1, 1, 1, True)
+    weight, x, gain = _weight(launch.shape.n, d), torch.randn(rows, d), torch.ones(d)
+    order = layouts.qkv_rows(heads, kv, dim, is_half, launch.shape)
+    packed = layouts.pack_weight(weight, launch.shape, order)
+    shape = HeadShape(heads, kv, dim, True, is_half)
+    cache = torch.zeros(3, kv, 2, 64 * dim).half()
+    slots = torch.tensor([2 * 64 + 5, -1], dtype=torch.int32)
+    angle = torch.rand(rows, dim // 2) * 6
+    rope = torch.stack([angle.cos(), angle.sin()], -1).contiguous()
+    q = torch.zeros(rows, heads, dim).half()
+    variant = linear.qkv_product("t", launch, shape)
+    _run(
+        variant, launch.clusters, 1, packed, x, _squares(x), gain, rows, 1e-6,
+        q, cache, slots, rope, kv * shape.head_bytes,
+    )  # fmt: skip
+    y = (_normed(x, gain) @ weight.float().T).view(rows, heads + 2 * kv, dim)
+
+    def turn(v: torch.Tensor) -> torch.Tensor:
+        cos, sin = rope[0, :, 0], rope[0, :, 1]
+        a, b = (v[..., : dim // 2], v[..., dim // 2 :]) if is_half else (v[..., ::2], v[..., 1::2])
+        parts = (a * cos - b * sin, b * cos + a * sin)
+        return torch.cat(parts, -1) if is_half else torch.stack(parts, -1).flatten(-2)
+
+    scale = 1.4426950408889634 / dim**0.5
+    tolerance = {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(q[0].float(), turn(y[0, :heads]) * scale, **tolerance)
+    assert not q[1].any()
+    keys = layouts.unpack_keys(cache[2, 0, 0], dim)
+    values = layouts.unpack_values(cache[2, 0, 1], dim)
+    torch.testing.assert_close(keys[5].float(), turn(y[0, heads]), **tolerance)
+    torch.testing.assert_close(values[5].float(), y[0, heads + kv], **tolerance)
+    assert torch.count_nonzero(cache) <= 2 * dim
+
+
+def test_cache_order_round_trips() -> None:
+    x = torch.randn(3, 64, 96).half()
+    assert torch.equal(layouts.unpack_keys(layouts.pack_keys(x), 96), x)
+    assert torch.equal(layouts.unpack_values(layouts.pack_values(x), 96), x)
+    p, d = 37, 53
+    assert layouts.pack_keys(x)[1, layouts.key_place(p, d, 96)] == x[1, p, d]
+    assert layouts.pack_values(x)[1, layouts.value_place(p, d)] == x[1, p, d]
