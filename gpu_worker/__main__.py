@@ -64,6 +64,7 @@ def load(settings: Settings) -> Loaded:
         build_dir=settings.build_dir,
         h_mode_fp16_attn_qkv=settings.h_mode_fp16_attn_qkv,
         commit=settings.commit,
+        hf_home=settings.hf_home or "",
     )
     return Loaded(Engine(artifact, options), device)
 
