@@ -7,10 +7,12 @@ stream has begun (`streaming.py`). No Falcon in here: the batch script raises an
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from scheduler.client import Rejection
 
+_FIELD = re.compile(r"(\w+): ")  # the scheduler's messages name the field first
 _INVALID_REJECTIONS = ("invalid_request", "context_length_exceeded")
 
 
@@ -69,5 +71,7 @@ def unavailable(code: str, message: str, retry_after_s: float = 1.0) -> ApiError
 def from_rejection(rejection: Rejection) -> ApiError:
     """The scheduler's refusal as HTTP: a fault of the request is 400, anything else 503 with Retry-After."""
     if rejection.code in _INVALID_REJECTIONS:
-        return ApiError(400, rejection.message, code=rejection.code)
+        field = _FIELD.match(rejection.message)
+        param = field[1] if field else None
+        return ApiError(400, rejection.message, code=rejection.code, param=param)
     return unavailable(rejection.code, rejection.message, max(1.0, rejection.retry_after_s))

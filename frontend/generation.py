@@ -242,7 +242,8 @@ class Generation:
         index = delta.choice.index
         if held := self._pending.pop(index, None):
             text = held.text + delta.text
-            delta = replace(delta, text=text, first=held.first, is_first=held.is_first)
+            is_first = held.is_first or delta.is_first
+            delta = replace(delta, text=text, first=held.first, is_first=is_first)
         if delta.finish_reason or (delta.is_first and delta.end > 0):
             return delta
         if delta.end - delta.first < self.request.asked.stream_interval:

@@ -317,7 +317,8 @@ def _ids(ids: list[Any], vocab: int, path: str) -> tuple[int, ...]:
 def _native_prompt(fields: Fields, model: ServedModel) -> tuple[Prompt, str]:
     text, ids = fields.raw("prompt"), fields.raw("prompt_tokens")
     if (text is None) == (ids is None):
-        raise invalid("prompt", "exactly one of 'prompt' and 'prompt_tokens' is required")
+        param = "prompt" if text is None else "prompt_tokens"
+        raise invalid(param, "exactly one of 'prompt' and 'prompt_tokens' is required")
     if text is not None:
         return fields.string("prompt"), "prompt"
     tokens = fields.token_ids("prompt_tokens", model.vocab)

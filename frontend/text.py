@@ -132,7 +132,6 @@ class TextModel:
 
     def _load(self, tokenizer: bytes) -> None:
         try:
-            spec = json.loads(tokenizer)
             self._tokenizer = Tokenizer.from_buffer(tokenizer)
         except Exception as ex:  # the tokenizers library raises bare Exception
             raise TextUnavailable(f"the artifact's tokenizer cannot be read: {ex}") from None
@@ -140,7 +139,8 @@ class TextModel:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        kinds = _decoder_kinds(spec.get("decoder"))
+        decoder = self._tokenizer.decoder
+        kinds = _decoder_kinds(json.loads(decoder.__getstate__())) if decoder is not None else set()
         if "ByteLevel" in kinds:
             to_bytes = _byte_level
         elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
@@ -234,10 +234,8 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _decoder_kinds(decoder: Any) -> set[str]:
-    """The type names in a tokenizer.json's decoder, sequences opened."""
-    if not isinstance(decoder, dict):
-        return set()
+def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
+    """The type names in a decoder's JSON, sequences opened."""
     kinds = {str(decoder.get("type"))}
     for part in decoder.get("decoders", ()):
         kinds |= _decoder_kinds(part)
