@@ -23,6 +23,7 @@ from scheduler.config import BadSetting, Settings, exit_bad_setting  # noqa: E40
 
 STOPPED_BY_SIGNAL = (130, 143)  # honcho's statuses for SIGINT and SIGTERM
 POLL_S = 0.1
+STEADY_S = 1.0  # each web process becomes ready for itself, and any of them may answer
 
 
 def main() -> int:
@@ -64,10 +65,11 @@ def stop(honcho: subprocess.Popen[bytes]) -> None:
 
 def announce_when_ready(settings: Settings, honcho: subprocess.Popen[bytes]) -> None:
     """Follows /healthz until it says ok (or honcho has ended), showing each new reason why it does not yet."""
-    shown = ""
+    shown, ok_since = "", 0.0
     while honcho.poll() is None:
         status, text = health(settings)
-        if status == 200:
+        ok_since = (ok_since or time.monotonic()) if status == 200 else 0.0
+        if ok_since and time.monotonic() - ok_since >= STEADY_S:
             url = base_url(settings)
             body = '{"prompt": "Once upon a time", "max_tokens": 40, "stream": true}'
             print(
@@ -76,7 +78,7 @@ def announce_when_ready(settings: Settings, honcho: subprocess.Popen[bytes]) -> 
                 flush=True,
             )
             return
-        if text and text != shown:
+        if status != 200 and text and text != shown:
             print(f"TinyLoop is not ready yet: {text}", flush=True)
             shown = text
         time.sleep(POLL_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import shlex
 import shutil
@@ -17,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
@@ -168,27 +170,74 @@ class Stack:
             time.sleep(0.02)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
-        """Waits until /healthz says ok; fails at once if a process ended by itself."""
+        """Waits until /healthz says ok (with several web processes: every time, for a second).
+
+        Raises:
+            StackError: a process ended by itself, or the time is up.
+        """
+        steady_s = 1.0 if int(self.env["TINYLOOP_WEB_PROCESSES"]) > 1 else 0.0
+        ok_since: float | None = None
 
         def is_ready() -> bool:
+            nonlocal ok_since
             for name, process in self.processes.items():
                 if process.poll() is not None:
                     raise StackError(f"{name} ended: {process.returncode}\n{self.logs()}")
-            return self.health()[0] == 200
+            is_ok = self.health()[0] == 200
+            ok_since = (ok_since or time.monotonic()) if is_ok else None
+            return ok_since is not None and time.monotonic() - ok_since >= steady_s
 
         self.wait_until(is_ready, "/healthz to say ok", timeout_s)
 
     def health(self) -> tuple[int, str]:
         """Status and text of /healthz; (0, "") while nothing answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
-            connection.request("GET", "/healthz")
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+            return self.get("/healthz")
         except (OSError, http.client.HTTPException):
             return 0, ""
-        finally:
-            connection.close()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a GET."""
+        return self._exchange("GET", path, None)
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        """Status and decoded JSON of a POST."""
+        status, text = self._exchange("POST", path, body)
+        return status, json.loads(text)
+
+    def stream(self, path: str, body: object) -> Iterator[dict[str, Any]]:
+        """The JSON frames of a streamed answer, as they come, up to [DONE].
+
+        Raises:
+            StackError: the status is not 200, or the stream broke off before [DONE].
+        """
+        with contextlib.closing(self._connection()) as connection:
+            answer = self._send(connection, "POST", path, body)
+            if answer.status != 200:
+                raise StackError(f"{path}: {answer.status} {answer.read()!r}")
+            while line := answer.readline():
+                text = line.decode().strip()
+                if text == "data: [DONE]":
+                    return
+                if text.startswith("data: "):
+                    yield json.loads(text.removeprefix("data: "))
+        raise StackError(f"{path}: the stream broke off\n{self.logs()}")
+
+    def _exchange(self, method: str, path: str, body: object) -> tuple[int, str]:
+        with contextlib.closing(self._connection()) as connection:
+            answer = self._send(connection, method, path, body)
+            return answer.status, answer.read().decode()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    @staticmethod
+    def _send(
+        connection: http.client.HTTPConnection, method: str, path: str, body: object
+    ) -> http.client.HTTPResponse:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
 
     def logs(self) -> str:
         """All that the processes have written."""
