@@ -10,6 +10,10 @@ fail() {
     exit 1
 }
 
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1
+}
+
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13 python3.14; do
@@ -21,8 +25,8 @@ find_python() {
     fail "TinyLoop needs Python 3.11 or newer with its venv module (on Debian: apt-get install python3 python3-venv)."
 }
 
-# install STAMP SIZE FILE...: pip installs FILEs unless STAMP says that these very files are in already.
-install() {
+# install_pinned STAMP SIZE FILE...: pip installs FILEs unless STAMP says that these very files are in already.
+install_pinned() {
     local stamp="$VENV/.installed-$1" size="$2" wanted
     shift 2
     wanted="$(cat "$@" | cksum)"
@@ -38,7 +42,8 @@ install() {
     echo "$wanted" >"$stamp"
 }
 
-# ensure_venv [dev]: the virtual environment with what a server needs, and with `dev` what tests need too.
+# ensure_venv [dev] [cuda]: the virtual environment with what a server needs, with `dev` also what the tests need, and with
+# `cuda` what the GPU kernels need.
 ensure_venv() {
     if command -v flock >/dev/null; then # two scripts at the same time: the second waits
         exec 9<"$ROOT"
@@ -49,11 +54,15 @@ ensure_venv() {
         base="$(find_python)" || exit 1
         "$base" -m venv --clear "$VENV" || fail "$base -m venv failed; on Debian: apt-get install python3-venv"
     fi
-    install server "about 320 MB with a CPU build of torch (about 3 GB if pip's index has only the CUDA build)" \
+    install_pinned server "about 320 MB with a CPU build of torch (about 3 GB if pip's index has only the CUDA build)" \
         "$ROOT/requirements.txt" "$ROOT/requirements-data.txt"
-    if [ "${1:-}" = dev ]; then
-        install dev "about 35 MB for the tests" "$ROOT/requirements-dev.txt"
-    fi
+    local extra
+    for extra in "$@"; do
+        case "$extra" in
+        dev) install_pinned dev "about 35 MB for the tests" "$ROOT/requirements-dev.txt" ;;
+        cuda) install_pinned cuda "about 250 MB for the GPU kernels" "$ROOT/requirements-cuda.txt" ;;
+        esac
+    done
     if command -v flock >/dev/null; then
         exec 9<&-
     fi
