@@ -144,7 +144,7 @@ class ChatShape(OpenAIShape):
             "stop_reason": choice.stop_reason,
             **self.ids(choice, 0, len(choice.tokens), has_prompt=True),
         }
-        if self.generation.request.params.prompt_logprobs >= 0:
+        if self._asked.returns_prompt_logprobs:
             body["prompt_logprobs"] = self.prompt_logprobs(choice)
         return body
 
@@ -212,7 +212,7 @@ class CompletionShape(OpenAIShape):
             "stop_reason": choice.stop_reason,
             **self.ids(choice, 0, end, has_prompt=True),
         }
-        if self.generation.request.params.prompt_logprobs >= 0:
+        if self._asked.returns_prompt_logprobs:
             body["prompt_logprobs"] = self.prompt_logprobs(choice)
         return body
 

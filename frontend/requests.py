@@ -64,6 +64,7 @@ class Asked:
     continuous_usage: bool = False
     stream_interval: int = 1
     returns_logprobs: bool = False
+    returns_prompt_logprobs: bool = False
     returns_token_ids: bool = False
     names_tokens_by_id: bool = False
     draft_model: str = ""

@@ -230,6 +230,7 @@ def _shared(fields: Fields, context: Context, model_name: str, num_logprobs: int
         continuous_usage=options is not None and options.boolean("continuous_usage_stats"),
         stream_interval=fields.integer("stream_interval", 1, 1, 4096),
         returns_logprobs=num_logprobs >= 0,
+        returns_prompt_logprobs=prompt_logprobs is not None,
         returns_token_ids=fields.boolean("return_token_ids"),
         names_tokens_by_id=fields.boolean("return_tokens_as_token_ids"),
         draft_model=draft_model,
