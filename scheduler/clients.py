@@ -109,7 +109,7 @@ class Clients:
                 if not request.state.is_ended:
                     result.unwanted.append(request)
                 else:
-                    self.forget(request, now, is_resumable=False)
+                    self.forget(request, now, is_resumable=True)
         for request_id, live in listed.items():
             request = client.requests.get(request_id)
             if request is None:

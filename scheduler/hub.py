@@ -74,7 +74,7 @@ class Hub:
         return Request(
             submit.client_id,
             submit.request_id,
-            submit.label,
+            submit.label if submit.label.isprintable() else ascii(submit.label),  # for logs alone
             submit.params,
             order=next(self._orders),
             rank=self.queue.rank(submit.priority, now),

@@ -144,10 +144,10 @@ class Lifecycle:
             self.end(sequence, output.finish_reason, now, code, message)
 
     def _count(self, sequence: Sequence, output: SequenceOutput) -> None:
-        if output.cached_tokens > 0 and sequence.cached_tokens == 0:
+        if output.cached_tokens > 0:
             self._metrics.prefix_hits.inc()
             self._pool.hit(sequence.prefix_id)
-        if sequence.restarts == 0:
+        if sequence.attempt == 1:
             sequence.cached_tokens += output.cached_tokens
         sequence.core_loops += output.core_loops
         sequence.drafted_tokens += output.drafted_tokens

@@ -103,8 +103,7 @@ class Scheduler:
             "client %s is silent; %d requests", client.client_id.hex(), len(client.requests)
         )
         for request in list(client.requests.values()):
-            was_live = not request.state.is_ended
-            self.hub.cancel_for(client, request, now, is_resumable=was_live)
+            self.hub.cancel_for(client, request, now, is_resumable=True)
 
     def _expire_request(self, request: Request, now: float) -> None:
         lifecycle, workers = self.hub.lifecycle, self.hub.workers
@@ -133,25 +132,24 @@ class Scheduler:
         """Send waiting sequences to workers, best request first, as far as there is room."""
         hub = self.hub
         placement = Placement(hub.workers, hub.pool)
-        for request in [] if placement.is_over else list(hub.queue):
-            self._dispatch_request(request, placement, now)
-            if placement.is_over:
+        for request in hub.queue:
+            if placement.is_over or not self._dispatch_request(request, placement, now):
                 break
-        for worker_id, num_blocks in placement.lacking_blocks.items():
-            hub.pool.evict_for(worker_id, num_blocks)
         hub.drop_evicted()
 
-    def _dispatch_request(self, request: Request, placement: Placement, now: float) -> None:
+    def _dispatch_request(self, request: Request, placement: Placement, now: float) -> bool:
+        """False if a worker was lost on the way: the queue has changed, the round is over."""
         lifecycle = self.hub.lifecycle
         for sequence in [s for s in request.sequences if s.is_waiting]:
             placed = placement.place(sequence)
             if placed is None:
-                return
+                break
             worker, match = placed
             if not lifecycle.run(sequence, worker, match, now):
                 lifecycle.lose_worker(worker, "it cannot be reached", now)
-                return
+                return False
             placement.note_full(worker)
+        return True
 
     # --------------------------------------------------------------------------------------------- publish
 

@@ -26,7 +26,6 @@ class Placement:
             for worker_id, worker in workers.ready.items()
             if (worker.available_rows <= 0 and not worker.is_idle)
         }
-        self.lacking_blocks: dict[bytes, int] = {}  # blocks that a reserved worker lacks
 
     @property
     def is_over(self) -> bool:
@@ -76,9 +75,6 @@ class Placement:
             return
         request.reserved_id = kept.worker_id
         self._closed.add(kept.worker_id)
-        lacking = kept.need_blocks(sequence) - kept.available_blocks
-        if lacking > 0:
-            self.lacking_blocks[kept.worker_id] = lacking
 
 
 def _choose(workers: list[Worker], matches: Mapping[bytes, Match]) -> Worker:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 _FADE = 0.98  # weight of the past at each step
 _RIDGE = 1e-3
+_WARM_UP_STEPS = 3  # not fitted: a worker's first steps compile and touch memory
+_OUTLIER = 8.0  # a pass that takes so many times what was expected counts as that much
 _CACHED_UNIT = 1024.0  # positions, so that the three regressors are of like size
 
 
@@ -23,17 +25,22 @@ class PassFit:
     _weights: tuple[float, float, float] | None = None
 
     def observe(self, rows: int, cached: int, pass_ms: float) -> None:
+        self.num_steps += 1
+        if self.num_steps <= _WARM_UP_STEPS:
+            return
+        expected = self.pass_ms(rows, cached)
+        if expected is not None and self.num_steps > 3 * _WARM_UP_STEPS:
+            pass_ms = min(pass_ms, _OUTLIER * expected + 1.0)
         x = (1.0, float(rows), cached / _CACHED_UNIT)
         for i in range(3):
             self._xy[i] = _FADE * self._xy[i] + x[i] * pass_ms
             for j in range(3):
                 self._xx[i][j] = _FADE * self._xx[i][j] + x[i] * x[j]
-        self.num_steps += 1
         self._weights = None
 
     def pass_ms(self, rows: float, cached: float) -> float | None:
         """Time of one pass; None without data."""
-        if self.num_steps == 0:
+        if self.num_steps <= _WARM_UP_STEPS:
             return None
         if self._weights is None:
             self._weights = self._solve()

@@ -15,7 +15,6 @@ from hashlib import blake2b
 
 from scheduler.messages import (
     BLOCK_SIZE,
-    BadMessage,
     HeldPrefix,
     Params,
     PrefixInfo,
@@ -25,6 +24,7 @@ from scheduler.messages import (
 from scheduler.validate import PREFIX_ID_BYTES
 
 UNPINNED_PER_PINNED = 16  # unpinned entries known, as a multiple of the pinned capacity
+MAX_MEMORY = 4096  # ids remembered of what is to be pinned, or was deleted
 
 _Group = tuple[str, str, int | None]
 
@@ -66,10 +66,13 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`length` tokens of `entry` are the beginning of a prompt."""
+    """`length` tokens of `entry` can be used for a prompt. `is_whole`: the prompt begins with the entire entry, even if it is
+    no longer than that, so that its last block must be run.
+    """
 
     entry: Entry
     length: int
+    is_whole: bool
 
 
 class PrefixPool:
@@ -106,9 +109,13 @@ class PrefixPool:
         for depth in range(len(path), 0, -1):
             length = depth * BLOCK_SIZE
             for entry in path[depth - 1].entries.values():
-                if entry.holders and self._serves(entry.key, params, length):
-                    for worker_id in entry.holders:
-                        found.setdefault(worker_id, Match(entry, length))
+                if not entry.holders or not self._serves(entry.key, params, length):
+                    continue
+                is_whole = prompt[: len(entry.tokens)] == entry.tokens
+                for worker_id in entry.holders:
+                    best = found.get(worker_id)
+                    if best is None or (is_whole and best.length == length and not best.is_whole):
+                        found[worker_id] = Match(entry, length, is_whole)
         return found
 
     def _path(self, tokens: tuple[int, ...], params: Params, salt: str) -> list[_Node]:
@@ -148,23 +155,26 @@ class PrefixPool:
         for entry in self._named_on_path(prompt[:full], params, salt):
             if worker_id not in entry.holders:
                 return entry.as_store()
-        is_shared = match is not None and match.length < len(match.entry.tokens)
-        length = match.length if match is not None and is_shared else full
+        if match is not None and not match.is_whole:
+            store = self._unnamed(prompt[: match.length], params, salt)
+            known = self._entries.get(store.prefix_id)
+            if known is None or worker_id not in known.holders:
+                self._to_pin = {store.prefix_id, *list(self._to_pin)[:MAX_MEMORY]}
+                return store
+            self._pin(known)
+        store = self._unnamed(prompt[:full], params, salt)
+        known = self._entries.get(store.prefix_id)
+        return None if known is not None and worker_id in known.holders else store
+
+    def _unnamed(self, tokens: tuple[int, ...], params: Params, salt: str) -> HeldPrefix:
         key = PrefixKey(
             salt=salt,
             kv_cache_mode=params.kv_cache_mode or self.default_mode,
             init_seed=params.init_seed,
-            cache_window=_window(params.cache_window, length),
+            cache_window=_window(params.cache_window, len(tokens)),
             loops=params.loops,
         )
-        tokens = Tokens(prompt[:length])
-        name = prefix_id(key, tokens)
-        if is_shared:
-            self._to_pin.add(name)
-        known = self._entries.get(name)
-        if known is not None and worker_id in known.holders:
-            return None
-        return HeldPrefix(name, key, tokens, 0, 0)
+        return HeldPrefix(prefix_id(key, Tokens(tokens)), key, Tokens(tokens), 0, 0)
 
     def _named_on_path(self, tokens: tuple[int, ...], params: Params, salt: str) -> Iterator[Entry]:
         path = self._path(tokens, params, salt)
@@ -180,7 +190,7 @@ class PrefixPool:
     def use(self, match: Match, now: float) -> None:
         """A sequence was sent off with this match: the second sight of an entry pins it."""
         self._touch(match.entry, now)
-        if match.length == len(match.entry.tokens):
+        if match.is_whole:
             self._pin(match.entry)
 
     def hit(self, prefix_id_: bytes) -> None:
@@ -190,14 +200,9 @@ class PrefixPool:
             entry.hits += 1
 
     def held(self, worker_id: bytes, held: HeldPrefix, now: float) -> None:
-        """A worker reports an entry that it holds.
-
-        Raises:
-            BadMessage: its id is not the one of its key and tokens.
-        """
-        if held.prefix_id != prefix_id(held.key, held.tokens):
-            raise BadMessage("a prefix id that does not match its tokens")
-        if held.prefix_id in self._deleted or not self.is_on:
+        """A worker reports an entry that it holds. It is told to drop one that is not wanted, or that is not what its id says."""
+        is_wanted = self.is_on and held.prefix_id not in self._deleted
+        if not is_wanted or held.prefix_id != prefix_id(held.key, held.tokens):
             self.evicted.append((worker_id, held.prefix_id))
             return
         entry = self._entries.get(held.prefix_id)
@@ -224,16 +229,6 @@ class PrefixPool:
         self.dropped(worker_id, list(self._entries))
         self.evicted = [pair for pair in self.evicted if pair[0] != worker_id]
 
-    def evict_for(self, worker_id: bytes, num_blocks: int) -> None:
-        """Give up entries of one worker, unpinned and least used first, until about `num_blocks` would be free there."""
-        held = [e for e in self._entries.values() if worker_id in e.holders and not e.is_pinned]
-        for entry in held:
-            if num_blocks <= 0:
-                return
-            num_blocks -= entry.holders.pop(worker_id).num_blocks
-            self.evicted.append((worker_id, entry.prefix_id))
-            self._forget_if_nowhere(entry)
-
     # ------------------------------------------------------------------------------------------------ by name
 
     def register(
@@ -259,7 +254,7 @@ class PrefixPool:
         entry = self._named.pop((salt, name), None)
         if entry is None:
             return False
-        self._deleted.add(entry.prefix_id)
+        self._deleted = {entry.prefix_id, *list(self._deleted)[:MAX_MEMORY]}
         self._evict(entry)
         return True
 

@@ -17,7 +17,7 @@ _Entry = tuple[float, int, Request]  # `order` is unique, so two requests are ne
 
 
 class PriorityQueue:
-    """Iteration is in order and must end before the queue is changed."""
+    """While it is iterated requests may be removed, but not added."""
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s

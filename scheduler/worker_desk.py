@@ -85,6 +85,7 @@ class WorkerDesk:
         check_step(step)
         for held in step.held:
             check_held(held, worker.limits.vocab)
+        for held in step.held:
             hub.pool.held(worker_id, held, now)
         hub.pool.dropped(worker_id, step.dropped)
         worker.stepped(step, now)

@@ -146,7 +146,7 @@ class Workers:
         limits = message.limits
         if not self.digest:
             self.digest, self.card = message.digest, message.card
-        held_blocks = sum(p.num_blocks for p in message.prefixes)
+        held_blocks = sum(p.num_blocks for p in message.prefixes if p.key.name)  # others give way
         worker = Worker(
             message.worker_id,
             message.name,
