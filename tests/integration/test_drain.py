@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.harness import ROOT, Stack, free_port
+from tests.harness import Stack
 
 LONG = {"prompt": "the river", "max_tokens": 250, "ignore_eos": True, "sample_seed": 3}
 
@@ -44,20 +42,3 @@ def test_an_idle_stack_leaves_soon(toy_artifact: Path) -> None:
         for keeper in stack.processes.values():
             assert keeper.wait(15) == 0
         assert time.monotonic() - told_at < 10
-
-
-def test_the_frontend_runs_under_plain_uvicorn_too(toy_artifact: Path) -> None:
-    with Stack(toy_artifact, roles=("scheduler", "worker"), wait=False) as stack:
-        stack.port = free_port()
-        stack.processes["web"] = subprocess.Popen(
-            [sys.executable, "-m", "uvicorn", "frontend.asgi:app", "--port", str(stack.port)],
-            cwd=ROOT,
-            env=stack.env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        stack.wait_ready()
-        status, whole = stack.post("/generate", {**LONG, "max_tokens": 20})
-        assert status == 200
-        frames = list(stack.stream("/generate", {**LONG, "max_tokens": 20, "stream": True}))
-        assert [t for frame in frames for t in frame.get("tokens", [])] == whole["tokens"]
