@@ -31,6 +31,7 @@ from gpu_worker.safetensors_file import (
 )
 from gpu_worker.tensor_table import (
     BLOBS,
+    check_finite,
     check_table,
     expected_tensors,
     optional_tensors,
@@ -42,7 +43,6 @@ __all__ = ["Artifact", "ArtifactError", "ModelConfig", "load", "model_card", "wr
 DIGEST_PLACE = (
     "0" * 64
 )  # reserved width, so that the digest can be filled in after the data is written
-SAMPLE_SIZE = 4096  # elements per tensor that every load looks at; --verify looks at all
 MAX_BLOB_BYTES = 64 << 20
 
 TensorSource = torch.Tensor | Callable[[], torch.Tensor]
@@ -106,7 +106,7 @@ class Artifact:
         """
         digest = _start_digest(self.config)
         for name, entry in sorted(self._file.entries.items(), key=lambda item: item[1].begin):
-            _check_finite(name, self._file.tensor(name), sample=False)
+            check_finite(name, self._file.tensor(name), sample=False)
             _digest_tensor(digest, name, entry.dtype, entry.shape, self._file.view(name))
             self.release_pages(name)
         if digest.hexdigest() != self.digest:
@@ -163,7 +163,7 @@ def load(path: str | Path, verify: bool = False) -> Artifact:
     )
     for name in file.entries:
         if not name.startswith("blob."):
-            _check_finite(name, file.tensor(name), sample=True)
+            check_finite(name, file.tensor(name), sample=True)
     _check_blobs(
         config,
         {n: (e.dtype, e.end - e.begin) for n, e in file.entries.items() if n.startswith("blob.")},
@@ -231,7 +231,7 @@ def write(
                     f"`{name}` is {list(made.shape)}, expected {list(entry.shape)}",
                     "correct the source",
                 )
-            _check_finite(name, made, sample=False)
+            check_finite(name, made, sample=False)
             content = tensor_bytes(made)
             file.write(content)
             _digest_tensor(digest, name, entry.dtype, entry.shape, content)
@@ -275,22 +275,6 @@ def _pending(
 
 def _quantised(weight: torch.Tensor) -> torch.Tensor:
     return quantise_rows(weight, row_scales(weight))
-
-
-def _check_finite(name: str, tensor: torch.Tensor, sample: bool) -> None:
-    if not tensor.is_floating_point():
-        return
-    flat = tensor.reshape(-1)
-    if sample and flat.numel() > SAMPLE_SIZE:
-        flat = flat[:: flat.numel() // SAMPLE_SIZE]
-    for part in torch.split(flat, 1 << 22):  # in pieces: bounds the memory of the mask
-        num_bad = part.numel() - int(torch.isfinite(part).sum())
-        if num_bad:
-            raise ArtifactError(
-                "TL008",
-                f"`{name}` holds NaN or infinity ({num_bad} of {part.numel()} values looked at)",
-                "convert again from sound weights (fp16 overflows above 65504: use --dtype bf16)",
-            )
 
 
 def _check_blobs(

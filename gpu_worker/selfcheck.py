@@ -16,7 +16,7 @@ from gpu_worker import naive
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.quantise import dequantise_rows, quantise_rows, row_scales
-from gpu_worker.tensor_table import storage_dtype
+from gpu_worker.tensor_table import check_finite, storage_dtype
 
 if TYPE_CHECKING:
     from gpu_worker.artifact import Artifact
@@ -43,7 +43,10 @@ class StoredForm(Mapping[str, torch.Tensor]):
         weight = given if isinstance(given, torch.Tensor) else given()
         dtype = storage_dtype(self._config, name)
         if dtype is not torch.int8:
-            return weight.to(dtype).float()
+            weight = weight.to(dtype)
+        check_finite(name, weight, sample=False)
+        if dtype is not torch.int8:
+            return weight.float()
         scales = row_scales(weight)
         return dequantise_rows(quantise_rows(weight, scales), scales)
 

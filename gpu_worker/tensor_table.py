@@ -22,6 +22,7 @@ BLOBS = (
     "blob.generation.json",
     "blob.probe.json",
 )
+SAMPLE_SIZE = 4096  # values per tensor that every load looks at; a verification looks at all
 TORCH_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -115,6 +116,27 @@ def check_table(config: ModelConfig, found: dict[str, tuple[torch.dtype, Shape]]
                 "TL007",
                 f"`{name}` is {str(dtype).removeprefix('torch.')}, expected {names}",
                 "convert the model again",
+            )
+
+
+def check_finite(name: str, tensor: torch.Tensor, sample: bool) -> None:
+    """Refuses NaN and infinity; `sample` looks at some thousand values spread over the tensor.
+
+    Raises:
+        ArtifactError: TL008.
+    """
+    if not tensor.is_floating_point():
+        return
+    flat = tensor.reshape(-1)
+    if sample and flat.numel() > SAMPLE_SIZE:
+        flat = flat[:: flat.numel() // SAMPLE_SIZE]
+    for part in torch.split(flat, 1 << 22):  # in pieces: bounds the memory of the mask
+        num_bad = part.numel() - int(torch.isfinite(part).sum())
+        if num_bad:
+            raise ArtifactError(
+                "TL008",
+                f"`{name}` holds NaN or infinity ({num_bad} of {part.numel()} values looked at)",
+                "convert again from sound weights (fp16 overflows above 65504: use --dtype bf16)",
             )
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gpu_worker import artifact
+from gpu_worker import artifact, selfcheck
 from gpu_worker.model_config import (
     Arch,
     Exit,
@@ -96,17 +96,14 @@ def make(
         The path.
     """
     config = toy_config(variant, **overrides)
-    blobs = {}
+    weights = toy_weights(config, seed)
+    blobs = {"probe.json": selfcheck.make(config, selfcheck.StoredForm(config, weights))}
     if tokenizer:
-        blobs = {"tokenizer.json": toy_tokenizer(), "chat_template.jinja": CHAT_TEMPLATE.encode()}
+        blobs["tokenizer.json"] = toy_tokenizer()
+        blobs["chat_template.jinja"] = CHAT_TEMPLATE.encode()
         blobs["generation.json"] = json.dumps({"temperature": 0.0}).encode()
-    artifact.write(
-        path,
-        config,
-        toy_weights(config, seed),
-        blobs,
-        {"family": "toy", "variant": variant, "seed": seed},
-    )
+    source = {"family": "toy", "variant": variant, "seed": seed}
+    artifact.write(path, config, weights, blobs, source)
     return Path(path)
 
 
