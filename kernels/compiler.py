@@ -41,10 +41,12 @@ class Variant:
 
 
 def source_digest() -> str:
-    """A hash of all kernel sources: any edit compiles anew."""
+    """A hash of all device sources: any edit compiles anew."""
     digest = hashlib.sha256(TOOLCHAIN.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
+        source = path.read_bytes()
+        if b"device_code" in source:
+            digest.update(path.name.encode() + source)
     return digest.hexdigest()
 
 
@@ -76,6 +78,9 @@ def compile_ptx(variant: Variant) -> str:
     if entry is None:
         raise RuntimeError(f"{variant.name}: no entry point in the PTX")
     ptx = str(ptx).replace(entry.group(1), variant.name)
+    ptx = ptx.replace(
+        ".address_size 64\n", ".address_size 64\n\n.extern .shared .align 128 .b8 dynamic_shared[];\n", 1
+    )
     return _with_launch_bound(ptx, variant)
 
 

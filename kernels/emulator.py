@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 _WAIT_S = 30.0
+SHARED_BASE = 1024
 _RANK_SHIFT = 24
 _local = threading.local()
 
@@ -48,7 +49,7 @@ class Block:
         self.index = index
         self.grid = grid
         self.rank = rank
-        self.shared = np.full(shared, 0xFF, dtype=np.uint8)
+        self.shared = np.full(SHARED_BASE + shared, 0xFF, dtype=np.uint8)
         self.barrier = threading.Barrier(num_threads, timeout=_WAIT_S)
         self.warps = [Warp() for _ in range(num_threads // 32)]
         self.mbarriers: dict[int, dict[str, Any]] = {}
@@ -142,7 +143,7 @@ def _shared(address: int, num_bytes: int) -> tuple[np.ndarray, int]:
     block = thread.cluster[rank - 1] if rank else thread.block
     if offset % min(num_bytes, 16):
         raise ValueError(f"shared address {offset} is not aligned to {num_bytes} bytes")
-    if offset + num_bytes > block.shared.size:
+    if offset < SHARED_BASE or offset + num_bytes > block.shared.size:
         raise IndexError(f"shared address {offset} + {num_bytes} > {block.shared.size}")
     return block.shared, offset
 

@@ -1,7 +1,7 @@
 """Every inline PTX instruction of the kernels, each with the plain Python twin that the emulator runs.
 
-Global addresses are 64-bit integers (`tensor.data_ptr()`), shared addresses are 32-bit offsets into the
-block's dynamic shared memory, so a kernel's arguments are scalars alone. Activations that the previous
+Global addresses are 64-bit integers (`tensor.data_ptr()`), shared addresses are 32-bit and
+start at `shared_base()`, so a kernel's arguments are scalars alone. Activations that the previous
 kernel wrote are read with `.cg` loads (they bypass the L1 cache, which may hold lines from before
 `grid_dependency_wait`); weights use the non-coherent path. Float arithmetic in traced code is emitted as
 `.rn` instructions, which no later stage contracts: the same source gives the same bits in every variant.
@@ -60,6 +60,12 @@ def grid_x() -> int:
 @op("r", "", "mov.u32 $0, %cluster_ctarank;")
 def cluster_rank() -> int:
     return emulator.current().block.rank
+
+
+@op("r", "", "mov.u32 $0, dynamic_shared;")
+def shared_base() -> int:
+    """Where the block's dynamic shared memory starts (the system keeps what lies before)."""
+    return emulator.SHARED_BASE
 
 
 # --- global memory ---------------------------------------------------------------------------------
@@ -343,6 +349,22 @@ def store_cluster_f32x2(address: int, a: float, b: float, condition: int) -> Non
     """Store where `condition` > 0."""
     if condition > 0:
         emulator.write_shared(address, struct.pack("<2f", a, b))
+
+
+@op("", "rf", "st.shared::cluster.f32 [$0], $1;", memory=True)
+def store_cluster_f32(address: int, value: float) -> None:
+    emulator.write_shared(address, struct.pack("<f", value))
+
+
+@op(
+    "",
+    "rfr",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared::cluster.f32 [$0], $1;}",
+    memory=True,
+)
+def store_cluster_f32_if(address: int, value: float, condition: int) -> None:
+    if condition:
+        emulator.write_shared(address, struct.pack("<f", value))
 
 
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)

@@ -165,3 +165,37 @@ def value_place(position: Any, d: Any) -> Any:
     step = (d >> 4) * 4 + (position >> 4)
     lane = (d & 7) * 4 + ((position >> 1) & 3)
     return (step * 32 + lane) * 8 + (((position >> 3) & 1) * 2 + ((d >> 3) & 1)) * 2 + (position & 1)
+
+
+def quantise_int4(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(..., 64, dim) float32 -> numbers 0..15, scale and offset (..., 64) fp16; x = scale * (n - 8) + offset.
+
+    Symmetric about the middle of each position's range; a flat position has scale 0.
+    """
+    low, high = block.amin(-1), block.amax(-1)
+    scale = ((high - low) / 15).half()
+    offset = (low + 8 * scale.float()).half()
+    inverse = torch.where(scale > 0, 1 / scale.float(), torch.zeros_like(low))
+    numbers = ((block - offset.float().unsqueeze(-1)) * inverse.unsqueeze(-1)).round() + 8
+    return numbers.clamp(0, 15).to(torch.uint8), scale, offset
+
+
+def pack_int4(block: torch.Tensor, *, is_value: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's stored K or V part, (..., 32 * dim + 256) bytes, and what it stands for (..., 64, dim).
+
+    A 32-bit word holds one lane's eight halves of one tile and step: nibbles 0 and 4 are the first pair, 1 and
+    5 the second, 2 and 6 the third, 3 and 7 the fourth. Four words (steps) of a lane lie together.
+    """
+    *lead, _, dim = block.shape
+    numbers, scale, offset = quantise_int4(block)
+    order = pack_values(numbers) if is_value else pack_keys(numbers)
+    tiles, steps = (dim // 16, 4) if is_value else (4, dim // 16)
+    # (..., tile, four steps, step, lane, pair, half)
+    halves = order.reshape(*lead, tiles, steps // 4, 4, 32, 4, 2).int()
+    shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=block.device)
+    words = (halves.long() << shift).sum((-1, -2)).transpose(-1, -2)
+    packed = words.to(torch.int64).reshape(*lead, -1)
+    data = (packed - (packed >= 1 << 31).long() * (1 << 32)).int().contiguous().view(torch.uint8)
+    pairs = torch.stack([scale, offset], -1).contiguous().view(torch.uint8).reshape(*lead, 256)
+    restored = scale.float().unsqueeze(-1) * (numbers.float() - 8) + offset.float().unsqueeze(-1)
+    return torch.cat([data, pairs], -1), restored

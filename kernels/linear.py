@@ -53,6 +53,7 @@ from kernels.intrinsics import (
     select,
     select_int,
     select_wide,
+    shared_base,
     store_16_if,
     store_cluster_f32x2,
     store_f32_if,
@@ -496,15 +497,16 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     multiply, send, collect = _make_multiply(launch), _make_send(launch), _make_collect(launch)
 
     @device_function
-    def fetch(weights: Any, cluster: Any, turn: Any, warp: Any, rank: Any, bars: Any) -> None:
+    def fetch(base: Any, weights: Any, cluster: Any, turn: Any, warp: Any, rank: Any) -> None:
         tile = (cluster + turn * clusters) * tiles + quotient(warp, chains) * warp_tiles
         if tile < num_tiles:
             piece = (quotient(tile, group) * RANKS + rank) * group + remainder(tile, group)
             place = wide(piece) * tile_bytes + remainder(warp, chains) * warp_bytes
             slot = remainder(turn, stages)
-            mbarrier_expect(bars + slot * 8, warp_bytes)
+            bar = base + bars_at + warp * (8 * stages) + slot * 8
+            mbarrier_expect(bar, warp_bytes)
             bulk_copy(
-                slot * stage_bytes + warp * warp_bytes, weights + place, warp_bytes, bars + slot * 8
+                base + slot * stage_bytes + warp * warp_bytes, weights + place, warp_bytes, bar
             )
 
     @device_function
@@ -542,20 +544,21 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     ) -> None:  # fmt: skip
         lane, warp = thread_id() & 31, thread_id() >> 5
         rank, cluster = cluster_rank(), block_x() >> 3
-        bars = bars_at + warp * (8 * stages)
+        base = shared_base()
+        bars = base + bars_at + warp * (8 * stages)
         if lane == 0:
             for i in range(stages):
                 mbarrier_init(bars + 8 * i, 1)
             mbarrier_init_fence()
             for turn in range(min(stages, rounds)):
-                fetch(weights, cluster, turn, warp, rank, bars)
+                fetch(base, weights, cluster, turn, warp, rank)
         sync_warp()
         grid_dependency_launch()
         cluster_arrive()
         grid_dependency_wait()
         first_row = block_y() * columns
         rows = min(num_rows - first_row, columns)
-        stage(x + first_row * x_row_bytes, partials + first_row * partial_row_bytes, gain, x_at, rank, rows, eps)
+        stage(x + first_row * x_row_bytes, partials + first_row * partial_row_bytes, gain, base + x_at, rank, rows, eps)
         sync_block()
         cluster_wait()
         chain = remainder(warp, chains)
@@ -563,25 +566,25 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
         source = rank * chains + chain if is_push else chain * tiles + tile_in_cluster
         for turn in range(rounds):
             slot = remainder(turn, stages)
-            place = slot * stage_bytes + warp * warp_bytes
+            place = base + slot * stage_bytes + warp * warp_bytes
             if (cluster + turn * clusters) * tiles + tile_in_cluster < num_tiles:
                 mbarrier_wait(bars + slot * 8, quotient(turn, stages) & 1)
-            acc = multiply(place + lane * 16, x_at + chain * chain_x_bytes + lane * 16)
+            acc = multiply(place + lane * 16, base + x_at + chain * chain_x_bytes + lane * 16)
             if turn + stages < rounds:
                 sync_warp()
                 if lane == 0:
-                    fetch(weights, cluster, turn + stages, warp, rank, bars)
+                    fetch(base, weights, cluster, turn + stages, warp, rank)
             if turn > 0:
                 reduce(
-                    partials_at + ((turn - 1) & 1) * buffer_bytes, turn - 1, cluster, rank, rows, first_row,
+                    base + partials_at + ((turn - 1) & 1) * buffer_bytes, turn - 1, cluster, rank, rows, first_row,
                     e0, e1, e2, e3, e4, e5, e6, e7,
                 )  # fmt: skip
             if not is_push:
                 sync_block()
-            send(acc, partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, source, lane, rows)
+            send(acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, source, lane, rows)
             cluster_arrive()
         reduce(
-            partials_at + ((rounds - 1) & 1) * buffer_bytes, rounds - 1, cluster, rank, rows, first_row,
+            base + partials_at + ((rounds - 1) & 1) * buffer_bytes, rounds - 1, cluster, rank, rows, first_row,
             e0, e1, e2, e3, e4, e5, e6, e7,
         )  # fmt: skip
         if not is_push:
@@ -592,7 +595,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     return kernel
 
 
-def _variant(name: str, launch: Launch, is_normed: bool, ends: Any) -> Variant:
+def _variant(name: str, launch: Launch, is_normed: bool, ends: Any, *constants: Any) -> Variant:
     return Variant(
         name=f"{name}_m{launch.columns}{'_push' if launch.is_push else '_pull'}",
         function=_make_kernel(launch, is_normed, *ends),
@@ -600,13 +603,13 @@ def _variant(name: str, launch: Launch, is_normed: bool, ends: Any) -> Variant:
         num_threads=32 * launch.num_warps,
         cluster=RANKS,
         shared_bytes=launch.shared_bytes,
-        constants=(launch, is_normed),
+        constants=(launch, is_normed, *constants),
     )
 
 
 def store_product(name: str, launch: Launch, *, is_normed: bool, has_bias: bool = False) -> Variant:
     """float32 out = norm(x) W^T (or x W^T of fp16 x) [+ bias]."""
-    return _variant(name, launch, is_normed, _make_store(launch.shape.n, has_bias))
+    return _variant(name, launch, is_normed, _make_store(launch.shape.n, has_bias), has_bias)
 
 
 def residual_product(name: str, launch: Launch) -> Variant:
@@ -621,4 +624,4 @@ def gated_product(name: str, launch: Launch) -> Variant:
 
 def qkv_product(name: str, launch: Launch, heads: HeadShape) -> Variant:
     """q, k, v = norm(x) W^T, turned; k and v go into the cache."""
-    return _variant(name, launch, True, _make_qkv(heads))
+    return _variant(name, launch, True, _make_qkv(heads), heads)

@@ -1,0 +1,615 @@
+"""Paged attention of generated tokens: one query a row, keys and values in blocks of 64 positions.
+
+The work of one (row, kv head) is always the same 16 streams: stream s reads blocks s, s+16, ... in order and
+keeps a running softmax; the streams are merged in order. A stream is one warp's work. A few rows spread the
+streams over a cluster of 8 blocks, many rows keep them in one block: the same bits either way.
+
+Keys are the A operand of `mma.sync` and the query heads of a group its columns; the weights p, transposed in
+registers, are the B operand for the transposed values. Each warp feeds itself by bulk copies through a ring.
+Blocks that were complete before the step are fetched before the kernel in front has ended.
+
+Formats: `fp16`; `int4` stores complete blocks as 4-bit numbers with a scale and an offset per position, k or v
+and kv head, and reads the row's own block exactly (fp16, in its own pool).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.compiler import Variant
+from kernels.device_code import device_function, traced
+from kernels.intrinsics import (
+    and_or,
+    block_x,
+    bulk_copy,
+    cluster_arrive,
+    cluster_rank,
+    cluster_wait,
+    exp2,
+    fence_async,
+    fma,
+    fmax,
+    grid_dependency_launch,
+    grid_dependency_wait,
+    half2_fma,
+    half2_sub,
+    int_to_f32,
+    less,
+    load_128_if,
+    load_f32_if,
+    load_i32,
+    load_shared_32,
+    load_shared_128,
+    load_shared_f32,
+    map_shared,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_init_fence,
+    mbarrier_wait,
+    mma,
+    pack_half2,
+    quotient,
+    reciprocal,
+    remainder,
+    select,
+    shared_base,
+    shuffle_from,
+    shuffle_xor_f32,
+    store_16_if,
+    store_cluster_f32_if,
+    sync_block,
+    sync_warp,
+    thread_id,
+    transpose_8x8,
+    unpack_half2,
+    wide,
+)
+
+STREAMS = 16
+_NEVER = -1.0e30  # the score of a masked position: finite, so that an empty stream merges as nothing
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The model's side: group = query heads per kv head (at most 8)."""
+
+    n_kv_heads: int
+    group: int
+    head_dim: int
+    format: str = "fp16"
+    has_alibi: bool = False
+
+    @property
+    def chunk_bytes(self) -> int:
+        """A quarter of an fp16 block: 32 positions of K, or half the dims of V."""
+        return 64 * self.head_dim
+
+    @property
+    def stored_bytes(self) -> int:
+        """K (or V) of one stored int4 block: the numbers, then (scale, offset) fp16 per position."""
+        return 32 * self.head_dim + 256
+
+    @property
+    def stored_head_bytes(self) -> int:
+        """One block of one layer and kv head in its stored format."""
+        return 2 * self.stored_bytes if self.format == "int4" else 4 * self.chunk_bytes
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """`cluster` blocks of `num_warps` share the 16 streams; each warp has a ring of `stages` chunks."""
+
+    shape: AttentionShape
+    cluster: int
+    num_warps: int
+    stages: int
+
+    @property
+    def warp_streams(self) -> int:
+        return STREAMS // (self.cluster * self.num_warps)
+
+    @property
+    def stage_bytes(self) -> int:
+        return max(self.shape.chunk_bytes, self.shape.stored_bytes if self.shape.format == "int4" else 0)
+
+    @property
+    def result_floats(self) -> int:
+        """Of one stream and query head in the block that merges them: its dims, the maximum, the sum."""
+        return self.shape.head_dim // self.cluster + 2
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.num_warps * self.stages * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        results = STREAMS * self.shape.group * self.result_floats * 4
+        return self.ring_bytes + results + 8 * self.num_warps * self.stages
+
+
+# --- one block of 64 positions ---------------------------------------------------------------------
+
+
+def _make_load_query(shape: AttentionShape) -> Any:
+    @traced("r" * (shape.head_dim // 8))
+    def load_query(q: Any, lane: Any) -> Any:
+        """B fragments of the group's query heads; columns past the group are zero."""
+        column, t = lane >> 2, lane & 3
+        regs: list[Any] = []
+        for part in range(shape.head_dim // 32):
+            address = q + (column * shape.head_dim + part * 32 + t * 8) * 2
+            regs += load_128_if(address, less(column, shape.group))
+        return tuple(regs)
+
+    return load_query
+
+
+def _make_scores(shape: AttentionShape) -> Any:
+    steps = shape.head_dim // 16
+
+    @traced("f" * 8)
+    def scores(chunk: Any, query: Any) -> Any:
+        """q.k of 32 positions: two tiles of 16."""
+        acc = [(0.0, 0.0, 0.0, 0.0)] * 2
+        for step in range(steps):
+            for tile in range(2):
+                a = load_shared_128(chunk + (tile * steps + step) * 512)
+                acc[tile] = mma(*acc[tile], *a, query[2 * step], query[2 * step + 1])
+        return (*acc[0], *acc[1])
+
+    return scores
+
+
+def _nibbles(word: Any) -> Any:
+    """Eight 4-bit numbers as four pairs of halves, each less 8, exactly."""
+    exponent, minus_1032 = 0x64006400, 0x64086408
+    sixteenth, minus_72 = 0x2C002C00, 0xD480D480
+    regs = []
+    for part in (word, word >> 8):
+        regs.append(half2_sub(and_or(part, 0x000F000F, exponent), minus_1032))
+        regs.append(half2_fma(and_or(part, 0x00F000F0, exponent), sixteenth, minus_72))
+    return regs
+
+
+def _make_scores_int4(shape: AttentionShape) -> Any:
+    steps = shape.head_dim // 16
+
+    @traced("f" * 16)
+    def scores_int4(chunk: Any, scales: Any, query: Any, sums: Any, lane: Any) -> Any:
+        """q.k of 64 stored positions; `sums` are the sums of q's columns 2t and 2t+1."""
+        out: list[Any] = []
+        for tile in range(4):
+            acc = (0.0, 0.0, 0.0, 0.0)
+            for quad in range(steps // 4):
+                words = load_shared_128(chunk + (tile * (steps // 4) + quad) * 512)
+                for i, word in enumerate(words):
+                    step = 4 * quad + i
+                    acc = mma(*acc, *_nibbles(word), query[2 * step], query[2 * step + 1])
+            for high in range(2):
+                pair = load_shared_32(scales + (16 * tile + 8 * high + (lane >> 2)) * 4)
+                scale, offset = unpack_half2(pair)
+                for column in range(2):
+                    out.append(fma(acc[2 * high + column], scale, offset * sums[column]))
+        return tuple(out)
+
+    return scores_int4
+
+
+@traced("ff")
+def _column_max(first: Any, second: Any) -> Any:
+    for mask in (4, 8, 16):
+        first = fmax(first, shuffle_xor_f32(first, mask))
+        second = fmax(second, shuffle_xor_f32(second, mask))
+    return first, second
+
+
+def _make_softmax(shape: AttentionShape, is_stored: bool) -> Any:
+    @traced("r" * 8 + "f" * 8)
+    def softmax(
+        scores: Any, state: Any, scales: Any, first: Any, position: Any, window: Any, sinks: Any,
+        slopes: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        """p of 64 positions as B fragments, and the new (max, sum, offset sum) x 2 and both corrections.
+
+        `first` is the block's first position; a position is seen if it is not after the query and is
+        inside the window or a sink. `scales` is where V's (scale, offset) lie (stored blocks only).
+        """
+        g = lane >> 2
+        shown: list[Any] = []
+        for tile in range(4):
+            for high in range(2):
+                key = first + 16 * tile + 8 * high + g
+                is_seen = less(key, position + 1) & (less(position - window, key) | less(key, sinks))
+                for column in range(2):
+                    score = scores[4 * tile + 2 * high + column]
+                    if shape.has_alibi:
+                        score = fma(int_to_f32(key - position), slopes[column], score)
+                    shown.append(select(score, int_to_f32(0) + _NEVER, is_seen))
+        top = [shown[0], shown[1]]
+        for i in range(2, 16, 2):
+            top = [fmax(top[0], shown[i]), fmax(top[1], shown[i + 1])]
+        top = list(_column_max(*top))
+        new_max = [fmax(state[0], top[0]), fmax(state[1], top[1])]
+        fix = [exp2(state[0] - new_max[0]), exp2(state[1] - new_max[1])]
+        sums = [state[2] * fix[0], state[3] * fix[1]]
+        offsets = [state[4] * fix[0], state[5] * fix[1]]
+        regs: list[Any] = []
+        for tile in range(4):
+            for high in range(2):
+                at = 4 * tile + 2 * high
+                p = [exp2(shown[at + c] - new_max[c]) for c in range(2)]
+                sums = [sums[c] + p[c] for c in range(2)]
+                if is_stored:
+                    pair = load_shared_32(scales + (16 * tile + 8 * high + g) * 4)
+                    scale, offset = unpack_half2(pair)
+                    offsets = [fma(p[c], offset, offsets[c]) for c in range(2)]
+                    p = [p[c] * scale for c in range(2)]
+                regs.append(transpose_8x8(pack_half2(p[0], p[1])))
+        return (*regs, *new_max, *sums, *offsets, *fix)
+
+    return softmax
+
+
+def _make_values(shape: AttentionShape, half: int) -> Any:
+    tiles = shape.head_dim // 16
+
+    @traced("f" * (4 * tiles))
+    def values(out: Any, p: Any, chunk: Any) -> Any:
+        """Add p.v for half of the dims (out was corrected before)."""
+        new = list(out)
+        for tile in range(half * tiles // 2, (half + 1) * tiles // 2):
+            acc = tuple(new[4 * tile : 4 * tile + 4])
+            for step in range(4):
+                a = load_shared_128(chunk + ((tile - half * tiles // 2) * 4 + step) * 512)
+                acc = mma(*acc, *a, p[2 * step], p[2 * step + 1])
+            new[4 * tile : 4 * tile + 4] = acc
+        return tuple(new)
+
+    return values
+
+
+def _make_values_int4(shape: AttentionShape) -> Any:
+    tiles = shape.head_dim // 16
+
+    @traced("f" * (4 * tiles))
+    def values_int4(out: Any, p: Any, chunk: Any) -> Any:
+        new = list(out)
+        for tile in range(tiles):
+            acc = tuple(new[4 * tile : 4 * tile + 4])
+            words = load_shared_128(chunk + tile * 512)
+            for step in range(4):
+                acc = mma(*acc, *_nibbles(words[step]), p[2 * step], p[2 * step + 1])
+            new[4 * tile : 4 * tile + 4] = acc
+        return tuple(new)
+
+    return values_int4
+
+
+def _make_correct(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def correct(out: Any, first: Any, second: Any) -> Any:
+        return tuple(value * (second if i % 2 else first) for i, value in enumerate(out))
+
+    return correct
+
+
+def _make_zeros(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def zeros() -> Any:
+        return tuple(int_to_f32(0) for _ in range(shape.head_dim // 4))
+
+    return zeros
+
+
+@traced("f" * 6)
+def _start() -> Any:
+    low, zero = int_to_f32(0) + _NEVER, int_to_f32(0)
+    return low, low, zero, zero, zero, zero
+
+
+@traced("ff")
+def _query_sums(query: Any) -> Any:
+    """The sums of q's columns 2t and 2t+1, by a product with ones."""
+    acc: Any = (0.0, 0.0, 0.0, 0.0)
+    one = 0x3C003C00
+    for step in range(len(query) // 2):
+        acc = mma(*acc, one, one, one, one, query[2 * step], query[2 * step + 1])
+    return acc[0], acc[1]
+
+
+# --- merging ---------------------------------------------------------------------------------------
+
+
+def _make_send(launch: AttentionLaunch) -> Any:
+    shape, cluster, width = launch.shape, launch.cluster, launch.result_floats
+    owned = shape.head_dim // cluster
+
+    @traced()
+    def send(out: Any, state: Any, stream: Any, results: Any, lane: Any) -> None:
+        """Give a stream's result to the blocks that merge it, each its dims."""
+        g, t = lane >> 2, lane & 3
+        sums, offsets = [state[2], state[3]], [state[4], state[5]]
+        for mask in (4, 8, 16):
+            sums = [x + shuffle_xor_f32(x, mask) for x in sums]
+            offsets = [x + shuffle_xor_f32(x, mask) for x in offsets]
+        for odd in range(2):
+            column = 2 * t + odd
+            is_real = less(column, shape.group)
+            row = results + (stream * shape.group + column) * (width * 4)
+            for tile in range(shape.head_dim // 16):
+                for high in range(2):
+                    d = 16 * tile + 8 * high
+                    address = map_shared(row + (d % owned + g) * 4, d // owned)
+                    value = out[4 * tile + 2 * high + odd] + offsets[odd]
+                    store_cluster_f32_if(address, value, is_real)
+            # lane g tells rank g
+            is_told = is_real & less(g, cluster)
+            tail = map_shared(row + owned * 4, g)
+            store_cluster_f32_if(tail, state[odd], is_told)
+            store_cluster_f32_if(tail + 4, sums[odd], is_told)
+
+    return send
+
+
+def _make_merge(launch: AttentionLaunch) -> Any:
+    shape, width = launch.shape, launch.result_floats
+    owned = shape.head_dim // launch.cluster
+
+    @traced("f")
+    def merge(results: Any, column: Any, d: Any) -> Any:
+        rows = [results + (s * shape.group + column) * (width * 4) for s in range(STREAMS)]
+        tops = [load_shared_f32(row + owned * 4) for row in rows]
+        top = tops[0]
+        for other in tops[1:]:
+            top = fmax(top, other)
+        total, out = int_to_f32(0), int_to_f32(0)
+        for s, row in enumerate(rows):
+            weight = exp2(tops[s] - top)
+            total = fma(weight, load_shared_f32(row + owned * 4 + 4), total)
+            out = fma(weight, load_shared_f32(row + d * 4), out)
+        return out * reciprocal(fmax(total, int_to_f32(1) * 1.0e-30))
+
+    return merge
+
+
+# --- the kernel ------------------------------------------------------------------------------------
+
+_ARGS = "lllllllllll" + "rrrrr"
+
+
+@traced("f" * 16)
+def _join(low: Any, high: Any) -> Any:
+    return (*low, *high)
+
+
+def _make_slopes(shape: AttentionShape) -> Any:
+    @traced("ff")
+    def load_slopes(slopes: Any, kv_head: Any, lane: Any) -> Any:
+        if not shape.has_alibi:
+            return int_to_f32(0), int_to_f32(0)
+        column = (lane & 3) * 2
+        address = slopes + (kv_head * shape.group + column) * 4
+        first = load_f32_if(address, less(column, shape.group))
+        return first, load_f32_if(address + 4, less(column + 1, shape.group))
+
+    return load_slopes
+
+
+def _make_kernel(launch: AttentionLaunch) -> Any:
+    shape = launch.shape
+    if shape.group > 8 or shape.head_dim % 32 or (shape.head_dim // launch.cluster) % 8:
+        raise ValueError(f"{shape} does not fit clusters of {launch.cluster}")
+    is_int4 = shape.format == "int4"
+    stages, num_warps, cluster = launch.stages, launch.num_warps, launch.cluster
+    warp_streams, n_kv, group, dim = launch.warp_streams, shape.n_kv_heads, shape.group, shape.head_dim
+    stage_bytes, chunk_bytes = launch.stage_bytes, shape.chunk_bytes
+    stored_bytes = shape.stored_bytes if is_int4 else chunk_bytes
+    stored_parts = 2 if is_int4 else 4
+    scales_at = 32 * dim
+    exact_head_bytes, stored_head_bytes = 4 * chunk_bytes, shape.stored_head_bytes
+    results_at = launch.ring_bytes
+    bars_at = results_at + STREAMS * group * launch.result_floats * 4
+    owned, num_threads = dim // cluster, 32 * num_warps
+    load_query, scores, correct = _make_load_query(shape), _make_scores(shape), _make_correct(shape)
+    values_low, values_high = _make_values(shape, 0), _make_values(shape, 1)
+    softmax, softmax_stored = _make_softmax(shape, False), _make_softmax(shape, True)
+    scores_int4, values_int4 = _make_scores_int4(shape), _make_values_int4(shape)
+    zeros, send, merge = _make_zeros(shape), _make_send(launch), _make_merge(launch)
+    load_slopes = _make_slopes(shape)
+
+    @device_function
+    def block_of(turn: Any, per_stream: Any, first_stream: Any) -> Any:
+        # Turns go through one stream after the other; the last turns of a stream may have no block.
+        stream = quotient(turn, per_stream) if warp_streams > 1 else 0
+        return first_stream + stream + STREAMS * (turn - stream * per_stream)
+
+    @device_function
+    def fetch(
+        turn: Any, part: Any, loads: Any, entries: Any, used: Any, limit: Any, num_turns: Any,
+        per_stream: Any, first_stream: Any, own: Any, table: Any, exact: Any, stored: Any,
+        block_bytes: Any, ring: Any, bars: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        """Fill the ring with chunks of blocks before `limit`; (turn, part) is the next chunk."""
+        is_blocked = False
+        while turn < num_turns and loads < used + stages and not is_blocked:
+            if part == 0 and turn & 31 == 0:
+                mine = block_of(turn + lane, per_stream, first_stream)
+                if turn + lane < num_turns and mine <= own:
+                    entries = load_i32(table + mine * 4)
+            block = block_of(turn, per_stream, first_stream)
+            entry = shuffle_from(entries, turn & 31)
+            if block > own:
+                turn += 1
+            elif block >= limit:
+                is_blocked = True
+            else:
+                is_exact = is_int4 and block == own
+                if lane == 0:
+                    slot = remainder(loads, stages)
+                    num_bytes = chunk_bytes if is_exact else stored_bytes
+                    source = exact if is_exact else stored + wide(entry) * block_bytes
+                    mbarrier_expect(bars + slot * 8, num_bytes)
+                    bulk_copy(
+                        ring + slot * stage_bytes, source + part * num_bytes, num_bytes, bars + slot * 8
+                    )
+                loads += 1
+                part += 1
+                if part == (4 if is_exact else stored_parts):
+                    part = 0
+                    turn += 1
+        return turn, part, loads, entries
+
+    @device_function
+    def arrived(used: Any, ring: Any, bars: Any) -> Any:
+        slot = remainder(used, stages)
+        mbarrier_wait(bars + slot * 8, quotient(used, stages) & 1)
+        return ring + slot * stage_bytes
+
+    def kernel(
+        q: Any, exact_cache: Any, exact_blocks: Any, exact_block_bytes: Any, stored_cache: Any,
+        stored_block_bytes: Any, tables: Any, positions: Any, row_info: Any, slopes: Any, out: Any,
+        loop: Any, max_loops: Any, max_blocks: Any, window: Any, sinks: Any,
+    ) -> None:  # fmt: skip
+        lane, warp = thread_id() & 31, thread_id() >> 5
+        base, rank = shared_base(), cluster_rank()
+        unit = quotient(block_x(), cluster)
+        row, kv_head = quotient(unit, n_kv), remainder(unit, n_kv)
+        bars = base + bars_at + warp * (8 * stages)
+        ring = base + warp * (stages * stage_bytes)
+        results = base + results_at
+        if lane == 0:
+            for i in range(stages):
+                mbarrier_init(bars + 8 * i, 1)
+            mbarrier_init_fence()
+        sync_warp()
+        grid_dependency_launch()
+        if cluster > 1:
+            cluster_arrive()
+        position = load_i32(positions + row * 4)
+        num_stable = load_i32(row_info + row * 8)
+        depth = load_i32(row_info + row * 8 + 4) + loop
+        own = position >> 6
+        table_row = row * max_loops + depth
+        table = tables + wide(table_row * max_blocks) * 4
+        exact = exact_cache + kv_head * exact_head_bytes
+        if is_int4:
+            exact += wide(load_i32(exact_blocks + table_row * 4)) * exact_block_bytes
+        stored = stored_cache + kv_head * stored_head_bytes
+        first_stream = (rank * num_warps + warp) * warp_streams
+        per_stream = (own + STREAMS - first_stream) >> 4
+        per_stream = per_stream if per_stream > 0 else 0
+        num_turns = per_stream * warp_streams
+        turn, part, loads, entries = fetch(
+            0, 0, 0, 0, 0, num_stable, num_turns, per_stream, first_stream, own, table, exact, stored,
+            stored_block_bytes, ring, bars, lane,
+        )  # fmt: skip
+        grid_dependency_wait()
+        fence_async()
+        used = 0
+        everything = 1 << 30
+        turn, part, loads, entries = fetch(
+            turn, part, loads, entries, used, everything, num_turns, per_stream, first_stream, own, table,
+            exact, stored, stored_block_bytes, ring, bars, lane,
+        )  # fmt: skip
+        query = load_query(q + (row * n_kv + kv_head) * (group * dim * 2), lane)
+        sums = _query_sums(query)
+        slope = load_slopes(slopes, kv_head, lane)
+        if cluster > 1:
+            cluster_wait()
+        for s in range(warp_streams):
+            state = _start()
+            total = zeros()
+            for ordinal in range(per_stream):
+                block = first_stream + s + STREAMS * ordinal
+                if block <= own:
+                    if is_int4 and block < own:
+                        chunk = arrived(used, ring, bars)
+                        shown = scores_int4(chunk + lane * 16, chunk + scales_at, query, sums, lane)
+                        sync_warp()
+                        used += 1
+                        turn, part, loads, entries = fetch(
+                            turn, part, loads, entries, used, everything, num_turns, per_stream,
+                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        )  # fmt: skip
+                        chunk = arrived(used, ring, bars)
+                        step = softmax_stored(
+                            shown, state, chunk + scales_at, block * 64, position, window, sinks, slope, lane
+                        )
+                        state = step[8:14]
+                        total = correct(total, step[14], step[15])
+                        total = values_int4(total, step[0:8], chunk + lane * 16)
+                        sync_warp()
+                        used += 1
+                    else:
+                        chunk = arrived(used, ring, bars)
+                        low = scores(chunk + lane * 16, query)
+                        sync_warp()
+                        used += 1
+                        turn, part, loads, entries = fetch(
+                            turn, part, loads, entries, used, everything, num_turns, per_stream,
+                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        )  # fmt: skip
+                        chunk = arrived(used, ring, bars)
+                        high = scores(chunk + lane * 16, query)
+                        sync_warp()
+                        used += 1
+                        turn, part, loads, entries = fetch(
+                            turn, part, loads, entries, used, everything, num_turns, per_stream,
+                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        )  # fmt: skip
+                        step = softmax(
+                            _join(low, high), state, 0, block * 64, position, window, sinks, slope, lane
+                        )
+                        state = step[8:14]
+                        total = correct(total, step[14], step[15])
+                        chunk = arrived(used, ring, bars)
+                        total = values_low(total, step[0:8], chunk + lane * 16)
+                        sync_warp()
+                        used += 1
+                        turn, part, loads, entries = fetch(
+                            turn, part, loads, entries, used, everything, num_turns, per_stream,
+                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        )  # fmt: skip
+                        chunk = arrived(used, ring, bars)
+                        total = values_high(total, step[0:8], chunk + lane * 16)
+                        sync_warp()
+                        used += 1
+                    turn, part, loads, entries = fetch(
+                        turn, part, loads, entries, used, everything, num_turns, per_stream,
+                        first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                    )  # fmt: skip
+            send(total, state, first_stream + s, results, lane)
+        if cluster > 1:
+            cluster_arrive()
+            cluster_wait()
+        else:
+            sync_block()
+        for i in range(thread_id(), group * owned, num_threads):
+            column, d = quotient(i, owned), remainder(i, owned)
+            value = merge(results, column, d)
+            head = (row * n_kv + kv_head) * group + column
+            store_16_if(out + (wide(head) * dim + rank * owned + d) * 2, pack_half2(value, value), 1)
+
+    return kernel
+
+
+def attention(name: str, launch: AttentionLaunch) -> Variant:
+    """Decode attention over paged blocks.
+
+    Kernel arguments: q fp16 (rows, heads, dim), already times log2(e)/sqrt(dim); the exact fp16 pool with its
+    layer offset, exact_blocks int32 (rows, max_loops) (own blocks; int4 only), bytes of an exact block;
+    the stored pool with its layer offset, bytes of a stored block; tables int32 (rows, max_loops, max_blocks);
+    positions int32 (rows,), -1: no row (its output is 0); row_info int32 (rows, 2): how many leading blocks
+    nothing in this step writes, and the row's loop before this step; slopes float32 (heads,) times log2(e);
+    out fp16 (rows, heads * dim); loop, max_loops, max_blocks, window (1 << 30: none), sinks.
+    """
+    return Variant(
+        name=f"{name}_{launch.shape.format}_c{launch.cluster}w{launch.num_warps}",
+        function=_make_kernel(launch),
+        args=_ARGS,
+        num_threads=32 * launch.num_warps,
+        cluster=launch.cluster,
+        shared_bytes=launch.shared_bytes,
+        constants=(launch,),
+    )

@@ -1,0 +1,130 @@
+"""The logic of paged decode attention, run on the emulator at tiny sizes against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import attention, emulator, layouts
+from kernels.attention import AttentionLaunch, AttentionShape
+
+LOG2E = 1.4426950408889634
+NO_WINDOW = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    yield
+    emulator.forget()
+
+
+def _run(launch: AttentionLaunch, rows: int, *args: object) -> None:
+    variant = attention.attention("t", launch)
+    flat = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            emulator.register(arg)
+            flat.append(arg.data_ptr())
+        else:
+            flat.append(arg)
+    grid = (rows * launch.shape.n_kv_heads * launch.cluster, 1)
+    emulator.run(
+        variant.function, grid, variant.num_threads, flat,
+        cluster=launch.cluster, shared_bytes=variant.shared_bytes,
+    )  # fmt: skip
+
+
+def _expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, window: int, sinks: int,
+    slopes: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """q (heads, dim), k and v (kv heads, positions, dim): plain softmax attention in float64."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
+    scores = torch.einsum("hd,hjd->hj", q.double(), k) / q.shape[1] ** 0.5
+    j = torch.arange(k.shape[1])
+    if slopes is not None:
+        scores -= slopes[:, None].double() * (position - j)
+    seen = (j <= position) & ((j > position - window) | (j < sinks))
+    scores = scores.masked_fill(~seen, -math.inf)
+    return torch.einsum("hj,hjd->hd", scores.softmax(-1), v)
+
+
+def _case(positions: list[int], heads: int, kv: int, dim: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(len(positions))
+    rows, blocks = len(positions), max(max(positions) // 64 + 1, 1)
+    q = torch.randn(rows, heads, dim).half()
+    k = torch.randn(rows, kv, blocks * 64, dim).half()
+    v = torch.randn(rows, kv, blocks * 64, dim).half()
+    tables = torch.randperm(rows * blocks).int().view(rows, 1, blocks)
+    return q, k, v, tables
+
+
+@pytest.mark.parametrize(
+    ("positions", "cluster", "warps", "stages"),
+    [([70, -1, 0], 8, 2, 4), ([63], 1, 4, 3), ([1100], 2, 4, 3)],
+    ids=["odd_rows", "block_edge", "second_turn_of_a_stream"],
+)
+@pytest.mark.parametrize("kind", ["plain", "window_alibi"])
+def test_fp16_matches_softmax_attention(
+    positions: list[int], cluster: int, warps: int, stages: int, kind: str
+) -> None:
+    heads, kv, dim, rows = 2, 1, 64, len(positions)
+    q, k, v, tables = _case(positions, heads, kv, dim)
+    blocks = tables.shape[2]
+    cache = torch.empty(rows * blocks, kv, 2, 64 * dim).half()
+    for row in range(rows):
+        for b in range(blocks):
+            cache[tables[row, 0, b], :, 0] = layouts.pack_keys(k[row, :, b * 64 : b * 64 + 64])
+            cache[tables[row, 0, b], :, 1] = layouts.pack_values(v[row, :, b * 64 : b * 64 + 64])
+    window, sinks = (40, 3) if kind == "window_alibi" else (NO_WINDOW, 0)
+    slopes = torch.tensor([0.25, 0.0625]) if kind == "window_alibi" else None
+    shape = AttentionShape(kv, heads // kv, dim, "fp16", slopes is not None)
+    out = torch.full((rows, heads * dim), float("nan")).half()
+    scaled = (q.float() * (LOG2E / dim**0.5)).half()
+    info = torch.tensor([[max(p, 0) >> 6, 0] for p in positions], dtype=torch.int32)
+    _run(
+        AttentionLaunch(shape, cluster, warps, stages), rows, scaled, 0, 0, 0, cache,
+        cache.stride(0) * 2, tables, torch.tensor(positions, dtype=torch.int32), info,
+        slopes * LOG2E if slopes is not None else 0, out, 0, 1, blocks, window, sinks,
+    )  # fmt: skip
+    for row, position in enumerate(positions):
+        if position < 0:
+            assert not out[row].any()
+            continue
+        want = _expected(q[row], k[row], v[row], position, window, sinks, slopes).flatten()
+        # p and q are rounded to fp16
+        torch.testing.assert_close(out[row].double(), want, rtol=4e-3, atol=4e-3)
+
+
+def test_int4_reads_stored_blocks_and_the_own_block_exactly() -> None:
+    heads, kv, dim, position = 2, 2, 64, 150
+    q, k, v, _ = _case([position], heads, kv, dim)
+    tables = torch.tensor([[[1, 0, 7]]], dtype=torch.int32)
+    stored = torch.zeros(2, kv, 2 * (32 * dim + 256), dtype=torch.uint8)
+    for b in range(2):
+        for part, x in ((0, k), (1, v)):
+            block = x[0, :, b * 64 : b * 64 + 64].float()
+            packed, restored = layouts.pack_int4(block, is_value=part == 1)
+            size = 32 * dim + 256
+            stored[tables[0, 0, b], :, part * size : (part + 1) * size] = packed
+            x[0, :, b * 64 : b * 64 + 64] = restored.half()
+            k_or_v = k if part == 0 else v
+            assert torch.equal(k_or_v[0, :, b * 64 : b * 64 + 64], restored.half())
+    exact = torch.empty(3, kv, 2, 64 * dim).half()
+    exact[2, :, 0] = layouts.pack_keys(k[0, :, 128:192])
+    exact[2, :, 1] = layouts.pack_values(v[0, :, 128:192])
+    shape = AttentionShape(kv, heads // kv, dim, "int4")
+    out = torch.full((1, heads * dim), float("nan")).half()
+    scaled = (q.float() * (LOG2E / dim**0.5)).half()
+    _run(
+        AttentionLaunch(shape, 4, 4, 3), 1, scaled, exact, torch.tensor([[2]], dtype=torch.int32),
+        exact.stride(0) * 2, stored, stored.stride(0), tables,
+        torch.tensor([position], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32), 0, out,
+        0, 1, 3, NO_WINDOW, 0,
+    )  # fmt: skip
+    want = _expected(q[0], k[0], v[0], position, NO_WINDOW, 0, None).flatten()
+    torch.testing.assert_close(out[0].double(), want, rtol=5e-3, atol=5e-3)
