@@ -277,6 +277,12 @@ def model_entry(service: Service, model: ServedModel, name: str) -> dict[str, An
             "n_ctx": model.max_seq_len,
             "n_vocab": model.vocab,
             "n_params": model.card["num_parameters"],
+            "loops": {
+                "default": model.loops_default,
+                "trained": model.loops_trained,
+                "max": model.loops_max,
+            },
+            "has_chat_template": model.text.template is not None,
         },
     }
 

@@ -24,6 +24,10 @@ OPEN_PATHS = frozenset(  # no API key is asked for
     ("/", "/healthz", "/health", "/ping", "/version", "/metrics", "/load")
 )
 
+_PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -178,4 +182,5 @@ class ChatPage:
     async def on_get(self, req: Request, resp: Response) -> None:
         resp.content_type = "text/html; charset=utf-8"
         resp.set_header("Cache-Control", "no-cache")
+        resp.set_header("Content-Security-Policy", _PAGE_POLICY)
         resp.data = self._page

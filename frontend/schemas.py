@@ -126,7 +126,7 @@ def native(body: dict[str, Any], context: Context, speculation: str = "none") ->
     seed = read_seed(fields)
     asked = Asked(
         model=model_name,
-        label=fields.string("request_id", context.request_id, 200),
+        label=_label(fields, context),
         prompts=(prompt,),
         prompt_param=param,
         params=replace(
@@ -205,7 +205,7 @@ def _shared(fields: Fields, context: Context, model_name: str, num_logprobs: int
     seed = read_seed(fields)
     return Asked(
         model=model_name,
-        label=fields.string("request_id", context.request_id, 200),
+        label=_label(fields, context),
         prompts=(),
         prompt_param="",
         params=replace(
@@ -251,6 +251,14 @@ def _speculation(fields: Fields, context: Context, params: Any) -> tuple[Any, st
         return params, ""
     kind = "tree" if fields.raw("K_branches") is not None else "chain"
     return read_speculation(fields, context.model, params, kind), draft_model
+
+
+def _label(fields: Fields, context: Context) -> str:
+    """The client's own name of the request, which goes into ids and log lines."""
+    label = fields.string("request_id", context.request_id, 200)
+    if not label or not label.isprintable():
+        raise fields.wrong("request_id", "must be printable text")
+    return label
 
 
 def _refuse_formats(fields: Fields) -> None:

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -118,7 +119,7 @@ def set_json(resp: Response, body: Any) -> None:
 
 def dumps(body: Any) -> bytes:
     """Compact UTF-8 JSON; a NaN or infinity in it is a bug of ours and raises ValueError."""
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _encode(body).encode()
 
 
 def finite(value: float) -> float:

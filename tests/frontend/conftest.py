@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,24 @@ from frontend.edge import Edge
 from frontend.text import TextModel
 from scheduler.config import Settings
 from tests.frontend.scripted import ScriptedEngine, card
+
+
+@pytest.fixture(scope="session", autouse=True)
+def text_models() -> Iterator[None]:
+    """Each text model is made once for all tests: loading GPT-2's takes longer than most of them."""
+    made: dict[str, TextModel] = {}
+    from_card = TextModel.from_card
+
+    def cached(values: dict[str, Any]) -> TextModel:
+        parts = [values.get(k) for k in ("vocab", "tokens", "chat_template")]
+        key = f"{parts} {hash(values.get('tokenizer'))}"
+        if key not in made:
+            made[key] = from_card(values)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextModel, "from_card", staticmethod(cached))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,5 +285,21 @@ def test_prefixes(play: Any) -> None:
         ]:
             wrong = await site.post("/prefixes", {**body, field: value})
             assert (wrong.status, wrong.error["param"]) == (400, field)
+
+    play(scenario)
+
+
+def test_the_chat_page_is_one_file_that_calls_routes_we_have(play: Any) -> None:
+    async def scenario(site: Site) -> None:
+        page = await site.get("/")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert not re.findall(r"https?://|<link|src=|@import|innerHTML", page.text)
+        called = set(re.findall(r'"((?:v1|api/v0)/[a-z/]+|metrics)"', page.text))
+        assert called == {"v1/models", "api/v0/chat/completions", "api/v0/completions", "metrics"}
+        meta = (await site.get("/v1/models")).json["data"][0]["meta"]
+        assert (
+            meta["loops"] == {"default": 4, "trained": 8, "max": 16} and meta["has_chat_template"]
+        )
 
     play(scenario)

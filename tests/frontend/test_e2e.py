@@ -202,6 +202,29 @@ def test_the_same_knobs_give_the_same_tokens_in_every_family(stack: Stack) -> No
     assert lm["stats"]["mean_loops"] == 3.0 and lm["stats"]["time_to_first_token"] > 0
 
 
+def test_a_second_sight_of_a_prompt_is_cached(stack: Stack) -> None:
+    asked = {"prompt": list(range(300, 440)), "max_tokens": 2, "cache_salt": "second sight"}
+    usages = [post(stack, "/v1/completions", **asked)["usage"] for _ in range(3)]
+    cached = [u["prompt_tokens_details"]["cached_tokens"] for u in usages]
+    assert cached[0] == 0 and cached[-1] == 128  # whole blocks of 64 positions
+
+
+def test_prefixes_are_registered_hit_listed_and_deleted(stack: Stack) -> None:
+    tokens = list(range(300, 370))
+    made = {"name": "system", "prompt_tokens": tokens, "cache_salt": "p"}
+    status, _, text = call(stack, "POST", "/prefixes", made)
+    assert status == 201, text
+    hit = post(stack, "/generate", prompt_tokens=[*tokens, 7], max_tokens=1, cache_salt="p")
+    assert hit["usage"]["cached_tokens"] == 64
+    other = post(stack, "/generate", prompt_tokens=[*tokens, 7], max_tokens=1, cache_salt="q")
+    assert other["usage"]["cached_tokens"] == 0  # another tenant
+    listed = json.loads(call(stack, "GET", "/prefixes?cache_salt=p")[2])["data"]
+    assert [(e["name"], e["hits"]) for e in listed if e["name"]] == [("system", 1)]
+    assert call(stack, "DELETE", "/prefixes/system?cache_salt=q")[0] == 404
+    assert call(stack, "DELETE", "/prefixes/system?cache_salt=p")[0] == 204
+    assert call(stack, "DELETE", "/prefixes/system?cache_salt=p")[0] == 404
+
+
 # ------------------------------------------------------------------------------------------------- disconnects
 
 

@@ -33,7 +33,7 @@ WRONG: list[tuple[str, Any]] = [
     ("loops", 0), ("loops", 17), ("loops", 2.0), ("cache_window", -1), ("warm_start", "yes"), ("min_loops", 0), ("min_loops", 9),
     ("exit_threshold", -1), ("exit_threshold", "x"), ("exit_kind", "gate"), ("exit_kind", "clock"), ("exit_kv", "drop"),
     ("kv_cache_mode", "int2"), ("kv_cache_mode", 4), ("init_seed", 5), ("init_seed", -1), ("priority", 101), ("priority", "high"),
-    ("slo_ms", 0), ("slo_ms", -5), ("cache_salt", 7), ("cache_salt", "x" * 201), ("request_id", 7), ("sample_seed", 1.5),
+    ("slo_ms", 0), ("slo_ms", -5), ("cache_salt", 7), ("cache_salt", "x" * 201), ("request_id", 7), ("request_id", "a\nb"), ("request_id", ""), ("sample_seed", 1.5),
     ("sample_seed", HUGE), ("seed", "x"), ("logprobs", "x"), ("stream_interval", 0), ("draft_loops", 0), ("draft_loops", 17),
     ("model", 5), ("logit_bias", {"-1": 1}), ("logit_bias", {"50257": 1}), ("logit_bias", {"x": 1}), ("logit_bias", [1]),
     ("bad_words", [1]), ("bad_words", ["a long row of words"]),
