@@ -43,7 +43,10 @@ def test_a_prefix_hit_changes_no_token_and_skips_the_work(shared: Path, variant:
     for length in (64, 128, 192):
         run = make_run(1, prompt, loops=3, temperature=0.9, logprobs=3)
         cold = collect(make_engine(shared, variant), [run])[1]
-        collect(engine, [replace(make_run(2, prompt, loops=3, max_tokens=1), store=prefix_of(prompt, length))])
+        collect(
+            engine,
+            [replace(make_run(2, prompt, loops=3, max_tokens=1), store=prefix_of(prompt, length))],
+        )
         assert [len(h.tokens) for h in engine.held_prefixes()] == [length]
         engine.add(replace(run, prefix_id=bytes(16), prefix_len=length))
         rows = engine.step().num_rows
@@ -68,7 +71,12 @@ def test_a_whole_prompt_in_the_pool_still_runs_its_last_block(shared: Path) -> N
 def test_the_depth_rule(shared: Path) -> None:
     """Without a coda a deeper entry serves fewer loops; with one it serves equal loops only; a shallower one never serves."""
     prompt = random_prompt(random.Random(2), 512, 100)
-    for variant, loops, is_hit in [("gelu_tanh", 2, True), ("gelu_tanh", 5, False), ("pre", 2, False), ("pre", 4, True)]:
+    for variant, loops, is_hit in [
+        ("gelu_tanh", 2, True),
+        ("gelu_tanh", 5, False),
+        ("pre", 2, False),
+        ("pre", 4, True),
+    ]:
         engine = make_engine(shared, variant)
         collect(engine, [make_run(1, prompt, loops=4, store=prefix_of(prompt, 64))])
         run = make_run(2, prompt, loops=loops)
@@ -84,15 +92,29 @@ def test_a_prefix_of_other_tokens_is_not_used(shared: Path) -> None:
     other = [(prompt[0] + 1) % 512, *prompt[1:]]
     run = make_run(2, other, prefix_id=bytes(16), prefix_len=64)
     got = collect(engine, [run])[2]
-    assert got.cached_tokens == 0 and got.tokens == collect(make_engine(shared), [make_run(2, other)])[2].tokens
+    assert (
+        got.cached_tokens == 0
+        and got.tokens == collect(make_engine(shared), [make_run(2, other)])[2].tokens
+    )
 
 
 def test_eviction_takes_what_was_never_hit_first_and_registered_entries_last(shared: Path) -> None:
-    engine = make_engine(shared, num_blocks=16, max_seq_len=192)  # three tables: 3 blocks per 64 positions
+    engine = make_engine(
+        shared, num_blocks=16, max_seq_len=192
+    )  # three tables: 3 blocks per 64 positions
     prompts = [random_prompt(random.Random(i), 512, 65) for i in range(4)]
     for i, prompt in enumerate(prompts[:3]):
-        collect(engine, [make_run(i, prompt, store=prefix_of(prompt, 64, name="kept" if i == 0 else "", tag=i))])
-    collect(engine, [make_run(9, prompts[1], prefix_id=bytes([1]) * 16, prefix_len=64)])  # 1 is hit: 2 goes first
+        collect(
+            engine,
+            [
+                make_run(
+                    i, prompt, store=prefix_of(prompt, 64, name="kept" if i == 0 else "", tag=i)
+                )
+            ],
+        )
+    collect(
+        engine, [make_run(9, prompts[1], prefix_id=bytes([1]) * 16, prefix_len=64)]
+    )  # 1 is hit: 2 goes first
     assert engine.free_blocks == 16 - 3
     engine.add(make_run(10, prompts[3] + prompts[3][:10], max_tokens=30))
     dropped = engine.step().dropped_prefixes
@@ -114,7 +136,9 @@ def test_a_prefix_dropped_while_in_use_harms_nobody(shared: Path) -> None:
     engine.add(replace(run, prefix_id=bytes(16), prefix_len=128))
     engine.step()
     engine.drop_prefixes([bytes(16)])
-    others = [make_run(i, random_prompt(random.Random(i), 512, 150), max_tokens=40) for i in range(2, 5)]
+    others = [
+        make_run(i, random_prompt(random.Random(i), 512, 150), max_tokens=40) for i in range(2, 5)
+    ]
     for other in others:
         engine.add(other)
     tokens = []
@@ -144,12 +168,16 @@ def test_preemption_and_replay_change_no_token(shared: Path, variant: str) -> No
 
 
 def test_the_youngest_leaves_first(shared: Path) -> None:
-    engine = make_engine(shared, num_blocks=18, max_seq_len=192)  # 3 tables per sequence: room for six blocks of 64 positions
+    engine = make_engine(
+        shared, num_blocks=18, max_seq_len=192
+    )  # 3 tables per sequence: room for six blocks of 64 positions
     for i in range(3):
         engine.add(make_run(i, random_prompt(random.Random(i), 512, 100), max_tokens=60))
     preempted = []
     for _ in range(40):
-        preempted += [o.sequence_id for o in engine.step().outputs if o.finish_reason == "preempted"]
+        preempted += [
+            o.sequence_id for o in engine.step().outputs if o.finish_reason == "preempted"
+        ]
     assert preempted == [2]
 
 
@@ -176,8 +204,19 @@ def test_nothing_leaks_whatever_happens(shared: Path, seed: int) -> None:
             length = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
             tag = prompts.index(prompt)
             store = prefix_of(prompt, length, tag=tag) if length and rng.random() < 0.5 else None
-            hit = {"prefix_id": bytes([tag]) * 16, "prefix_len": length} if rng.random() < 0.5 else {}
-            engine.add(make_run(step, prompt, loops=rng.choice([2, 2, 3]), max_tokens=rng.randrange(0, 60), store=store, **hit))
+            hit = (
+                {"prefix_id": bytes([tag]) * 16, "prefix_len": length} if rng.random() < 0.5 else {}
+            )
+            engine.add(
+                make_run(
+                    step,
+                    prompt,
+                    loops=rng.choice([2, 2, 3]),
+                    max_tokens=rng.randrange(0, 60),
+                    store=store,
+                    **hit,
+                )
+            )
             live.append(step)
         elif roll < 0.4 and live:
             engine.abort(live.pop(rng.randrange(len(live))), 1)
@@ -191,4 +230,8 @@ def test_nothing_leaks_whatever_happens(shared: Path, seed: int) -> None:
         assert 0 <= engine.free_blocks <= 30
     engine.reset()
     engine.drop_prefixes([h.prefix_id for h in engine.held_prefixes()])
-    assert engine.cache.pool.num_used == 0 and engine.free_rows == 8 and engine.cache.num_free_slots == 8
+    assert (
+        engine.cache.pool.num_used == 0
+        and engine.free_rows == 8
+        and engine.cache.num_free_slots == 8
+    )

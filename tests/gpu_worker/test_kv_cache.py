@@ -13,7 +13,9 @@ from scripts.make_toy_artifact import toy_config
 
 OPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "extend", "truncate", "close", "hold", "adopt", "release", "private"]),
+        st.sampled_from(
+            ["open", "extend", "truncate", "close", "hold", "adopt", "release", "private"]
+        ),
         st.integers(0, 7),
         st.integers(0, 400),
     ),
@@ -84,7 +86,9 @@ class Model:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 60), OPS)
-def test_any_sequence_of_operations_keeps_the_books(num_blocks: int, ops: list[tuple[str, int, int]]) -> None:
+def test_any_sequence_of_operations_keeps_the_books(
+    num_blocks: int, ops: list[tuple[str, int, int]]
+) -> None:
     model = Model(num_blocks)
     for op, which, positions in ops:
         model.apply(op, which, positions)
@@ -110,7 +114,9 @@ def test_copy_on_write_copies_what_others_hold_and_nothing_else() -> None:
     after = cache.block_tables[slot]
     assert (after[:, 0] == before[:, 0]).all() and (after[:3, 2] == before[:3, 2]).all()
     assert not (after[:3, 1] == before[:3, 1]).any()
-    assert (cache.paged.keys[int(after[1, 1])] == 3.0).all() and (cache.paged.values[int(after[1, 1])] == 4.0).all()
+    assert (cache.paged.keys[int(after[1, 1])] == 3.0).all() and (
+        cache.paged.values[int(after[1, 1])] == 4.0
+    ).all()
     cache.pool.release(kept)
     cache.close(slot)
     assert cache.pool.num_used == 0

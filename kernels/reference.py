@@ -1,0 +1,190 @@
+"""The plain PyTorch twin of every kernel, with the same name and arguments, written to be obviously right.
+
+Tests hold each backend to these, and hand a reader the meaning of each kernel. Slow; never called by the engine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.layout import BLOCK_SIZE, NUM_SINKS, Packed, PagedCache, Paging
+
+_UINT32 = (1 << 32) - 1
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
+    """The weight (num_out, num_in) as it is."""
+    return Packed(weight, weight.shape[0], weight.shape[1], bias)
+
+
+def linear(x: Tensor, weight: Packed) -> Tensor:
+    """(n, num_in) -> (n, num_out): x W^T + bias."""
+    return F.linear(x, weight.data, weight.bias)
+
+
+def linear_add(x: Tensor, weight: Packed, y: Tensor) -> None:
+    """y += x W^T + bias, in place."""
+    y += linear(x, weight)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """RMS norm of each row of (n, d), or LayerNorm if there is a bias."""
+    if bias is not None:
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    return y if bias is None else y + bias
+
+
+def activate(x: Tensor, act: str) -> Tensor:
+    """`silu_glu`: (n, 2 f), gate then up, -> (n, f); else `gelu`, `gelu_tanh` or `relu2`, elementwise."""
+    if act == "silu_glu":
+        gate, up = x.chunk(2, dim=1)
+        return F.silu(gate) * up
+    if act == "relu2":
+        return x.relu().square()
+    return F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+def prepare_qkv(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    qk_bias: Tensor | None,
+    rotary: Tensor | None,
+    is_interleaved: bool,
+    positions: Tensor,
+) -> None:
+    """In place on q and k of qkv (n, (H + 2 Hkv) Dh): RMS norm per head, bias (2, H, Dh), rotary (2, max_pos, Dh / 2)."""
+    num_heads, num_kv, dim = heads
+    parts = qkv.view(len(qkv), num_heads + 2 * num_kv, dim)
+    for first, count, weight, which in ((0, num_heads, q_norm, 0), (num_heads, num_kv, k_norm, 1)):
+        x = parts[:, first : first + count]
+        if weight is not None:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+        if qk_bias is not None:
+            x = x + qk_bias[which]
+        if rotary is not None:
+            cos, sin = rotary[:, positions.long()].unsqueeze(2)
+            a, b = (x[..., 0::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
+            pairs = (a * cos - b * sin, b * cos + a * sin)
+            x = (
+                torch.stack(pairs, dim=-1).flatten(-2)
+                if is_interleaved
+                else torch.cat(pairs, dim=-1)
+            )
+        parts[:, first : first + count] = x
+
+
+def store_kv(
+    qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer: int, paging: Paging
+) -> None:
+    """Writes each row's K and V to its place."""
+    num_heads, num_kv, dim = heads
+    parts = qkv.view(len(qkv), num_heads + 2 * num_kv, dim)
+    for r in range(len(qkv)):
+        block, offset = _place(paging, r, int(paging.places[r]))
+        cache.keys[block, layer, :, :, offset] = parts[r, num_heads : num_heads + num_kv]
+        cache.values[block, layer, :, offset, :dim] = parts[r, num_heads + num_kv :]
+
+
+def attention(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    cache: PagedCache,
+    layer: int,
+    slopes: Tensor | None,
+    paging: Paging,
+) -> Tensor:
+    """Softmax attention of each row over the keys that it sees, (n, H Dh)."""
+    num_heads, num_kv, dim = heads
+    out = torch.empty(len(qkv), num_heads * dim)
+    for r in range(len(qkv)):
+        position, window = int(paging.positions[r]), int(paging.windows[r])
+        seen = [
+            p for p in range(position + 1) if not window or p > position - window or p < NUM_SINKS
+        ]
+        where = [_place(paging, r, _mapped(paging, r, p)) for p in seen]
+        blocks, offsets = torch.tensor([b for b, _ in where]), torch.tensor([o for _, o in where])
+        keys = cache.keys[blocks, layer, :, :, offsets]  # (seen, Hkv, Dh)
+        values = cache.values[blocks, layer, :, offsets, :dim]
+        q = qkv[r, : num_heads * dim].view(num_kv, num_heads // num_kv, dim)
+        scores = torch.einsum("kgd,skd->kgs", q, keys).reshape(num_heads, -1) / math.sqrt(dim)
+        if slopes is not None:
+            scores = scores - slopes[:, None] * (position - torch.tensor(seen))
+        weights = scores.softmax(-1).view(num_kv, num_heads // num_kv, -1)
+        out[r] = torch.einsum("kgs,skd->kgd", weights, values).reshape(-1)
+    return out
+
+
+def _mapped(paging: Paging, row: int, position: int) -> int:
+    """The place of the key at a position, as the row reads it."""
+    which, base = int(paging.row_map[row]), int(paging.map_base[row])
+    return position if which < 0 or position < base else int(paging.maps[which, position - base])
+
+
+def _place(paging: Paging, row: int, place: int) -> tuple[int, int]:
+    """(block, offset) of a place in the row's table."""
+    slot, table = int(paging.slots[row]), int(paging.tables[row])
+    return int(paging.block_tables[slot, table, place // BLOCK_SIZE]), place % BLOCK_SIZE
+
+
+def choose(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """One token per row by the order of the design: temperature, top-k, top-p, min-p, then Gumbel-max; ties to the lowest id."""
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for r, row in enumerate(logits):
+        if temperature[r] == 0:
+            tokens[r] = int((row == row.max()).nonzero()[0])
+            continue
+        z = row * (1 / temperature[r])
+        order = sorted(range(len(z)), key=lambda i: (-float(z[i]), i))
+        if top_k[r] > 0:
+            order = order[: int(top_k[r])]
+        if top_p[r] < 1:
+            masses = [int(2**30 * math.exp(float(z[i] - z.max()))) for i in order]
+            target, ahead, kept = max(int(float(top_p[r]) * sum(masses)), 1), 0, []
+            for i, mass in zip(order, masses, strict=True):
+                if ahead >= target or mass == 0:
+                    break
+                kept.append(i)
+                ahead += mass
+            order = kept
+        order = [i for i in order if min_p[r] <= 0 or math.exp(float(z[i] - z.max())) >= min_p[r]]
+        noise = gumbel_noise(keys[r], torch.tensor(order))
+        tokens[r] = min(
+            zip(order, noise.tolist(), strict=True),
+            key=lambda pair: (-(float(z[pair[0]]) + pair[1]), pair[0]),
+        )[0]
+    return tokens
+
+
+def gumbel_noise(key: Tensor, ids: Tensor) -> Tensor:
+    """-log(-log(u)), u = (23 hashed bits + 1/2) / 2**23, of token ids int64 (n,) under a key of two uint32."""
+    low, high = (int(k) & _UINT32 for k in key.tolist())
+    h = _mix(((ids * 0x9E3779B9) + low) & _UINT32)
+    h = _mix(h ^ high)
+    u = ((h >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(u))
+
+
+def _mix(h: Tensor) -> Tensor:
+    """A 32-bit hash of int64 values in [0, 2**32)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        h = ((h ^ (h >> shift)) * factor) & _UINT32
+    return h ^ (h >> 16)
+
+
+def log_probabilities(
+    logits: Tensor, chosen: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-softmax at `chosen`, and the `num_top` largest with their ids, ties to the lowest id."""
+    logprobs = logits.log_softmax(-1)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_top]
+    return logprobs.gather(1, chosen[:, None])[:, 0], order, logprobs.gather(1, order)
