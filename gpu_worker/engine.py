@@ -94,7 +94,7 @@ class Engine:
         self.artifact = artifact
         self.options = limits.resolve(config, options)
         torch.set_num_threads(options.threads)
-        self.model = Model(config, artifact.tensors(dequantise=True), options.device)
+        self.model = Model(config, artifact.tensors(), options.device)
         self.model.ops.set_threads(options.threads)
         self.cache = KVCache(
             config, self.options.num_blocks, options.max_rows, self.options.max_seq_len
@@ -225,7 +225,7 @@ class Engine:
         )
         loops = entry.held.key.loops
         fits = (
-            loops == run.params.loops if self.model.coda else loops >= run.params.loops
+            loops == run.params.loops if self.model.has_coda else loops >= run.params.loops
         )  # a coda's K and V depend on the depth
         if length == 0 or not fits or entry.held.tokens[:length] != run.prompt[:length]:
             return

@@ -54,14 +54,28 @@ def split(kernel: Callable[..., Any], total: int, *args: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """A weight (num_out, num_in) repacked into panels (num_out / 32, num_in, 32), padded with zeros."""
+def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Packed:
+    """A weight (num_out, num_in) repacked into panels (num_out / 32, num_in, 32), padded with zeros.
+
+    It keeps its dtype (fp32, fp16, bf16, or int8 with fp32 `scale` (num_out,)): what is read at each step is what was stored, and
+    the result has the same bits as with the weight converted to fp32 first.
+    """
     num_out, num_in = weight.shape
     panels = -(-num_out // PANEL)
-    data = torch.zeros(panels * PANEL, num_in)
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        weight = weight.contiguous().view(_RAW[weight.dtype])
+    data = torch.zeros(panels * PANEL, num_in, dtype=weight.dtype)
     data[:num_out] = weight
     data = data.view(panels, PANEL, num_in).transpose(1, 2).contiguous()
-    return Packed(data, num_out, num_in, None if bias is None else bias.float().contiguous())
+    padded = torch.zeros(panels * PANEL)
+    if scale is not None:
+        padded[:num_out] = scale
+    return Packed(
+        data, num_out, num_in, None if bias is None else bias.float().contiguous(), padded
+    )
+
+
+_RAW = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
 
 
 def linear(x: Tensor, weight: Packed) -> Tensor:
@@ -71,7 +85,7 @@ def linear(x: Tensor, weight: Packed) -> Tensor:
         y = torch.zeros(n, weight.num_out)
     else:
         y = weight.bias.repeat(n, 1)
-    split(_product, weight.data.shape[0], x.numpy(), weight.data.numpy(), y.numpy())
+    _multiply(x, weight, y)
     return y
 
 
@@ -79,17 +93,31 @@ def linear_add(x: Tensor, weight: Packed, y: Tensor) -> None:
     """y += x W^T (+ bias) in place, each element one chain that starts from y (+ bias)."""
     if weight.bias is not None:
         y += weight.bias
-    split(_product, weight.data.shape[0], x.numpy(), weight.data.numpy(), y.numpy())
+    _multiply(x, weight, y)
+
+
+def _multiply(x: Tensor, weight: Packed, y: Tensor) -> None:
+    assert weight.scale is not None
+    split(
+        _product,
+        weight.data.shape[0],
+        x.numpy(),
+        weight.data.numpy(),
+        weight.scale.numpy(),
+        y.numpy(),
+    )
 
 
 @njit(nogil=True, cache=True)
-def _product(low, high, x, w, y):  # type: ignore[no-untyped-def]
+def _product(low, high, x, w, scale, y):  # type: ignore[no-untyped-def]
     n, depth = x.shape
     num_out = y.shape[1]
     edge = np.zeros((8, PANEL), dtype=np.float32)
     for panel in range(low, high):
         first = panel * PANEL
         width = min(PANEL, num_out - first)
+        at_w = address(w) + panel * depth * PANEL * w.itemsize
+        scales = address(scale) + first * 4
         row = 0
         while row < n:
             rows = 8 if n - row >= 8 else 4 if n - row >= 4 else 2 if n - row >= 2 else 1
@@ -98,15 +126,15 @@ def _product(low, high, x, w, y):  # type: ignore[no-untyped-def]
             else:
                 edge[:rows, :width] = y[row : row + rows, first:]
                 out, ldo = address(edge), PANEL
-            at_x, at_w = address(x) + row * depth * 4, address(w) + panel * depth * PANEL * 4
+            at_x = address(x) + row * depth * 4
             if rows == 8:
-                tile_8x2(at_x, depth, at_w, PANEL, depth, out, ldo)
+                tile_8x2(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
             elif rows == 4:
-                tile_4x2(at_x, depth, at_w, PANEL, depth, out, ldo)
+                tile_4x2(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
             elif rows == 2:
-                tile_2x2(at_x, depth, at_w, PANEL, depth, out, ldo)
+                tile_2x2(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
             else:
-                tile_1x2(at_x, depth, at_w, PANEL, depth, out, ldo)
+                tile_1x2(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
             if width < PANEL:
                 y[row : row + rows, first:] = edge[:rows, :width]
             row += rows

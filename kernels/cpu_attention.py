@@ -51,8 +51,11 @@ def store(low, high, qkv, num_heads, dim, keys, values, layer, slots, tables, pl
 
 
 @njit(nogil=True, cache=True)
-def _product(rows, x, ldx, w, ldw, depth, out, ldo, num_vectors):  # type: ignore[no-untyped-def]
-    """out (rows, num_vectors * LANES) += x (rows, depth) w (depth, num_vectors * LANES), over addresses and strides in floats."""
+def _product(rows, x, ldx, w, ldw, depth, out, ldo, num_vectors, like):  # type: ignore[no-untyped-def]
+    """out (rows, num_vectors * LANES) += x (rows, depth) w (depth, num_vectors * LANES), over addresses and strides in floats.
+
+    `like` is any fp32 array.
+    """
     vector = 0
     while vector < num_vectors:
         at_w, at_out = w + vector * LANES * 4, out + vector * LANES * 4
@@ -61,16 +64,16 @@ def _product(rows, x, ldx, w, ldw, depth, out, ldo, num_vectors):  # type: ignor
         while r < rows:
             at_x, to = x + r * ldx * 4, at_out + r * ldo * 4
             if wide and rows - r >= 4:
-                tile_4x4(at_x, ldx, at_w, ldw, depth, to, ldo)
+                tile_4x4(at_x, ldx, at_w, ldw, depth, to, ldo, 0, like)
                 r += 4
             elif wide and rows - r >= 2:
-                tile_2x4(at_x, ldx, at_w, ldw, depth, to, ldo)
+                tile_2x4(at_x, ldx, at_w, ldw, depth, to, ldo, 0, like)
                 r += 2
             elif wide:
-                tile_1x4(at_x, ldx, at_w, ldw, depth, to, ldo)
+                tile_1x4(at_x, ldx, at_w, ldw, depth, to, ldo, 0, like)
                 r += 1
             else:
-                tile_1x1(at_x, ldx, at_w, ldw, depth, to, ldo)
+                tile_1x1(at_x, ldx, at_w, ldw, depth, to, ldo, 0, like)
                 r += 1
         vector += 4 if wide else 1
 
@@ -229,6 +232,7 @@ def _reduce(
         address(s) + m0 * BLOCK_SIZE * 4,
         BLOCK_SIZE,
         4,
+        s,
     )
     all_whole = True
     for m in range(m0, m0 + many):
@@ -255,11 +259,13 @@ def _reduce(
     if all_whole:
         at_s, at_o = address(s) + m0 * BLOCK_SIZE * 4, address(o) + m0 * padded * 4
         _product(
-            many, at_s, BLOCK_SIZE, at_values, padded, BLOCK_SIZE, at_o, padded, padded // LANES
+            many, at_s, BLOCK_SIZE, at_values, padded, BLOCK_SIZE, at_o, padded, padded // LANES, s
         )
         return
     for m in range(m0, m0 + many):
         visible = min(BLOCK_SIZE, positions[start + m // group] - base + 1)
         if visible > 0:
             at_s, at_o = address(s) + m * BLOCK_SIZE * 4, address(o) + m * padded * 4
-            _product(1, at_s, BLOCK_SIZE, at_values, padded, visible, at_o, padded, padded // LANES)
+            _product(
+                1, at_s, BLOCK_SIZE, at_values, padded, visible, at_o, padded, padded // LANES, s
+            )

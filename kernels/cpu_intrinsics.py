@@ -36,29 +36,60 @@ def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def _product_tile(num_rows: int, num_vectors: int) -> Any:
-    """An intrinsic `tile(x, ldx, w, ldw, depth, out, ldo)` over raw addresses and row strides in floats.
+    """An intrinsic `tile(x, ldx, w, ldw, depth, out, ldo, scales, like)` over raw addresses and row strides in elements.
 
     out[m, n] += sum over k < depth of x[m, k] * w[k, n] for `num_rows` x (`num_vectors` * LANES) elements, each one chain of
-    fused multiply-adds in ascending k that starts from out. The accumulators stay in registers.
+    fused multiply-adds in ascending k that starts from out. The accumulators stay in registers. x and out are fp32; w is what the
+    array `like` holds: float32, int16 (the bits of fp16), uint16 (of bf16), or int8 times the fp32 `scales[n]`, rounded to fp32 before
+    it multiplies: the same bits as with the weight converted beforehand.
     """
 
     @intrinsic
-    def tile(typingctx, x, ldx, w, ldw, depth, out, ldo):  # type: ignore[no-untyped-def]
+    def tile(typingctx, x, ldx, w, ldw, depth, out, ldo, scales, like):  # type: ignore[no-untyped-def]
+        element = like.dtype
+
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            x, ldx, w, ldw, depth, out, ldo = args
+            x, ldx, w, ldw, depth, out, ldo, scales, _ = args
             cells = [(m, v) for m in range(num_rows) for v in range(num_vectors)]
 
             def constant(value: int) -> Any:
                 return ir.Constant(_i64, value)
 
-            def at(base: Any, offset: Any, kind: ir.Type) -> Any:
-                address = builder.add(base, builder.shl(offset, constant(2)))
+            def at(base: Any, offset: Any, kind: ir.Type, size: int = 4) -> Any:
+                address = builder.add(base, builder.mul(offset, constant(size)))
                 return builder.inttoptr(address, kind.as_pointer())
 
             def cell(m: int, v: int) -> Any:
                 offset = builder.add(builder.mul(ldo, constant(m)), constant(v * LANES))
                 return at(out, offset, _vector)
 
+            def weights(k: Any, v: int) -> Any:
+                offset = builder.add(builder.mul(k, ldw), constant(v * LANES))
+                if element == types.float32:
+                    return builder.load(at(w, offset, _vector), align=4)
+                if element == types.int8:
+                    raw = builder.load(
+                        at(w, offset, ir.VectorType(ir.IntType(8), LANES), 1), align=1
+                    )
+                    whole = builder.sitofp(builder.sext(raw, ir.VectorType(_i32, LANES)), _vector)
+                    return builder.fmul(whole, factors[v])
+                raw = builder.load(at(w, offset, ir.VectorType(ir.IntType(16), LANES), 2), align=2)
+                if element == types.int16:
+                    return builder.fpext(
+                        builder.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), _vector
+                    )
+                wide = builder.zext(raw, ir.VectorType(_i32, LANES))
+                return builder.bitcast(
+                    builder.shl(wide, ir.Constant(ir.VectorType(_i32, LANES), [16] * LANES)),
+                    _vector,
+                )
+
+            factors = []
+            if element == types.int8:
+                factors = [
+                    builder.load(at(scales, constant(v * LANES), _vector), align=4)
+                    for v in range(num_vectors)
+                ]
             first = [builder.load(cell(m, v), align=4) for m, v in cells]
             before = builder.block
             loop, done = builder.append_basic_block("k"), builder.append_basic_block("done")
@@ -68,20 +99,13 @@ def _product_tile(num_rows: int, num_vectors: int) -> Any:
             k = builder.phi(_i64)
             k.add_incoming(constant(0), before)
             sums = [builder.phi(_vector) for _ in cells]
-            row = builder.mul(k, ldw)
-            ws = [
-                builder.load(at(w, builder.add(row, constant(v * LANES)), _vector), align=4)
-                for v in range(num_vectors)
-            ]
-            undefined, lanes = (
-                ir.Constant(_vector, ir.Undefined),
-                ir.Constant(ir.VectorType(_i32, LANES), [0] * LANES),
-            )
+            ws = [weights(k, v) for v in range(num_vectors)]
+            undefined = ir.Constant(_vector, ir.Undefined)
+            lanes = ir.Constant(ir.VectorType(_i32, LANES), [0] * LANES)
             after = []
             for m in range(num_rows):
-                value = builder.load(
-                    at(x, builder.add(builder.mul(ldx, constant(m)), k), _f32), align=4
-                )
+                offset = builder.add(builder.mul(ldx, constant(m)), k)
+                value = builder.load(at(x, offset, _f32), align=4)
                 value = builder.insert_element(undefined, value, ir.Constant(_i32, 0))
                 value = builder.shuffle_vector(value, undefined, lanes)
                 for v in range(num_vectors):
@@ -103,7 +127,7 @@ def _product_tile(num_rows: int, num_vectors: int) -> Any:
                 builder.store(result, cell(m, v), align=4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 8, like), codegen
 
     return tile
 

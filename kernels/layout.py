@@ -16,12 +16,13 @@ NUM_SINKS = 4  # first keys that a cache window keeps
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight in its backend's own order. `data` belongs to the backend; `bias` is fp32 (num_out,) or None."""
+    """A weight in its backend's own order. `data` and `scale` belong to the backend; `bias` is fp32 (num_out,) or None."""
 
     data: Tensor
     num_out: int
     num_in: int
     bias: Tensor | None
+    scale: Tensor | None = None  # fp32, one per output, of int8 weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from kernels.layout import BLOCK_SIZE, NUM_SINKS, Packed, PagedCache, Paging
 _UINT32 = (1 << 32) - 1
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """The weight (num_out, num_in) as it is."""
-    return Packed(weight, weight.shape[0], weight.shape[1], bias)
+def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Packed:
+    """The weight (num_out, num_in) in fp32; int8 comes with a `scale` per output."""
+    data = weight.float() if scale is None else weight.float() * scale[:, None]
+    return Packed(data, weight.shape[0], weight.shape[1], bias)
 
 
 def linear(x: Tensor, weight: Packed) -> Tensor:

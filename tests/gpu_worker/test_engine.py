@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpu_worker import naive
+from gpu_worker.model import Model
 from scripts.make_toy_artifact import VARIANTS
 from tests.gpu_worker.engine_helpers import (
     assert_greedy,
@@ -90,6 +91,19 @@ def test_a_sequence_alone_and_in_a_batch_has_the_same_bits(shared: Path, variant
         assert len(alone.logprobs) == len(alone.tokens) and all(
             len(t.top_ids) == 4 for t in alone.logprobs
         )
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8"])
+def test_stored_weights_give_the_bits_of_converted_ones(shared: Path, dtype: str) -> None:
+    """Weights are read as they are stored; the logits are those of the weights in fp32, and the oracle's."""
+    for variant in ("learned", "factorised", "ouro"):
+        engine = make_engine(shared, variant, {"dtype": dtype})
+        run = make_run(1, random_prompt(random.Random(1), 512, 70), loops=3, logprobs=3)
+        got = collect(engine, [run])[1]
+        assert_greedy(engine, run, got.tokens)
+        engine.model = Model(engine.model.config, engine_weights(engine))
+        again = collect(engine, [run])[1]
+        assert (again.tokens, again.logprobs) == (got.tokens, got.logprobs)
 
 
 def test_log_probabilities_are_the_oracles(shared: Path) -> None:
