@@ -15,8 +15,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpu_worker.worker import Engine as EngineFace
 from gpu_worker.worker import Loaded, Worker
 from scheduler.config import EXIT_BAD_SETTING, BadSetting, Settings, exit_bad_setting
+from scheduler.messages import Params, Run, Tokens
 from scheduler.transport import TransportError, Wire
 
 if TYPE_CHECKING:
@@ -66,7 +68,21 @@ def load(settings: Settings) -> Loaded:
         commit=settings.commit,
         hf_home=settings.hf_home or "",
     )
-    return Loaded(Engine(artifact, options), device)
+    engine = Engine(artifact, options)
+    warm_up(engine)
+    return Loaded(engine, device)
+
+
+def warm_up(engine: EngineFace) -> None:
+    """Run a greedy and a sampled sequence: what compiles or allocates at first use does so while the worker is loading."""
+    for sequence_id, temperature in enumerate((0.0, 1.0)):
+        params = Params(
+            engine.limits.loops_default, max_tokens=2, temperature=temperature, top_p=0.9
+        )
+        engine.add(Run(0, sequence_id, 0, Tokens((0, 0, 0)), Tokens(), 0, params))
+    while engine.has_work():
+        engine.step()
+    engine.reset()
 
 
 def _load_fault(settings: Settings, artifact: Artifact, max_seq_len: int) -> Loaded:

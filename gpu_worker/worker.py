@@ -131,6 +131,8 @@ class Heart(threading.Thread):
             transport.send_now(socket, encode(self._beat()))
             # a first beat that found no connection yet should not wait for half a second
             self._stopping.wait(BEAT_S if socket.poll(0, zmq.POLLOUT) else BEAT_S / 10)
+        if self._pulse.state == "failed":
+            transport.send_now(socket, encode(self._beat()))  # the last word: why it ended
         socket.close()
 
     def _beat(self) -> WorkerBeat:

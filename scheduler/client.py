@@ -201,12 +201,16 @@ class Client:
         return reply
 
     async def _ask(self, message: Any, query_id: int, timeout_s: float) -> Any:
+        """The reply, None if none came in time. Asked again of a scheduler that has started meanwhile."""
         future = self._queries[query_id] = self._loop.create_future()
+        asked_epoch: int | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._send(message):
-                    await asyncio.sleep(0.05)
-                return await future
+                while not future.done():
+                    if asked_epoch != self._epoch and self._send(message):
+                        asked_epoch = self._epoch
+                    await asyncio.wait({future}, timeout=REPEAT_S)
+                return future.result()
         except TimeoutError:
             return None
         finally:

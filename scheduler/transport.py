@@ -30,7 +30,7 @@ MAX_IPC_PATH_BYTES = 107  # sun_path without its final zero
 SEND_TIMEOUT_MS = 1000
 SEND_HWM = 10_000
 RECEIVE_HWM = 10_000
-EVENTS_HWM = 200_000  # frames per client process; one per step, so a stall of minutes
+EVENTS_HWM = 20_000  # frames per client process; one per step, and a client that stalls is dropped in seconds
 CLOSE_LINGER_MS = 200  # enough for a last Cancel or StepDone to leave, too short to hold up an exit
 BEAT_MAX_BYTES = 1 << 20
 

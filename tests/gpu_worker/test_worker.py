@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from gpu_worker import artifact as artifacts
+from gpu_worker.__main__ import warm_up
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.instant_engine import InstantEngine, instant_tokens
 from gpu_worker.worker import Loaded, Worker
@@ -407,6 +408,9 @@ def test_failing_step_ends_the_worker_with_its_reason(
         scheduler.run(1)
         running.thread.join(5)
         assert isinstance(running.failure, RuntimeError)
+        scheduler.receive_beat(
+            lambda b: (b.state, b.reason) == ("failed", "RuntimeError: device lost")
+        )
 
 
 def test_stop_finishes_the_step_in_progress(
@@ -421,6 +425,43 @@ def test_stop_finishes_the_step_in_progress(
         assert scheduler.receive(StepDone).outputs[0].finish_reason == "length"
         running.thread.join(3)
         assert not running.thread.is_alive() and running.failure is None
+
+
+# ----------------------------------------------------------------------------------------------------------- real engine
+
+
+def test_real_engine_goes_on_where_another_attempt_stopped(
+    scheduler: ScriptedScheduler, settings: Settings, toy: Path
+) -> None:
+    from gpu_worker.engine import Engine, EngineOptions
+
+    running = Running(settings, toy)
+
+    def load() -> Loaded:
+        running.engine = Engine(artifacts.load(toy), EngineOptions(max_seq_len=256, max_rows=8))
+        warm_up(running.engine)
+        return Loaded(running.engine, "cpu")
+
+    running.load = load
+    with running:
+        limits = scheduler.receive(Register, limit_s=90).limits  # compiles, if nobody has before
+        scheduler.send(Registered(1))
+        for sequence_id in range(4):
+            scheduler.run(sequence_id, seed=sequence_id, max_tokens=20)
+        whole: dict[int, list[int]] = {i: [] for i in range(4)}
+        while any(len(tokens) < 20 for tokens in whole.values()):
+            for output in scheduler.receive(StepDone).outputs:
+                assert output.first_index == len(whole[output.sequence_id])
+                whole[output.sequence_id] += output.tokens
+        scheduler.epoch = 2
+        scheduler.send(SchedulerBeat(2))
+        scheduler.take_in()
+        scheduler.run(9, seed=3, max_tokens=20, emitted=whole[3][:7])
+        outputs = scheduler.outputs_until_end(9)
+        assert outputs[0].first_index == 7
+        assert [t for o in outputs for t in o.tokens] == whole[3][7:]
+        assert running.engine.free_rows == limits.max_rows
+        scheduler.receive_beat(lambda b: b.epoch == 2 and (b.series or {}).get("rows") == 0)
 
 
 # --------------------------------------------------------------------------------------------------------------- process

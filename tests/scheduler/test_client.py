@@ -704,6 +704,21 @@ def test_stats_and_prefixes_are_asked_over_the_wire(settings: Settings) -> None:
     run(scenario())
 
 
+def test_registration_is_asked_again_of_a_restarted_scheduler(settings: Settings) -> None:
+    async def scenario() -> None:
+        async with started(settings) as client:
+            async with ScriptedHub(settings, epoch=1) as hub:
+                await until(lambda: client.is_ready)
+                asking = asyncio.create_task(client.prefix("register", name="n", tokens=[1]))
+                await until(lambda: len(hub.others) == 1)
+            async with ScriptedHub(settings, epoch=2) as hub:
+                await until(lambda: len(hub.others) == 1)
+                await hub.send(PrefixReply(hub.others[0].query_id, "", ""))
+                assert (await asking).code == ""
+
+    run(scenario())
+
+
 # -------------------------------------------------------------------------------------------------------------- blocking
 
 
