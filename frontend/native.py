@@ -9,9 +9,9 @@ from falcon.asgi import Request, Response
 
 from frontend import schemas
 from frontend.bodies import context, json_body
-from frontend.errors import ApiError, from_rejection, invalid
+from frontend.errors import ApiError, from_rejection
 from frontend.generation import Delta, Generation
-from frontend.requests import encode_prompt
+from frontend.requests import encode
 from frontend.service import Service
 from frontend.streaming import answer, finite, rate, set_json
 from scheduler.client import Rejection
@@ -134,13 +134,7 @@ class Prefixes:
         body = await json_body(req, self._service)
         ctx = context(req, self._service)
         name, loops, asked = schemas.prefix(body, ctx)
-        tokens = encode_prompt(asked.prompts[0], asked, ctx.model)
-        if len(tokens) >= ctx.model.max_seq_len:
-            raise invalid(
-                asked.prompt_param,
-                f"the prefix has {len(tokens)} tokens; this model's maximum is {ctx.model.max_seq_len}",
-                "context_length_exceeded",
-            )
+        tokens = (await encode(asked, ctx.model, 0.0)).prompts[0]
         reply = await self._ask("register", salt=asked.salt, name=name, tokens=tokens, loops=loops)
         resp.status = falcon.HTTP_201
         entries = [_entry(e) for e in reply.entries if e.name == name]

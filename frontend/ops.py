@@ -118,10 +118,10 @@ class Tokenize:
             if name == "messages":
                 chat: Conversation = read_conversation(fields)
                 tools = list(chat.tools) if chat.tools is not None else None
-                return await asyncio.to_thread(
-                    text.encode_chat, chat.messages, tools, dict(chat.options)
-                )
-            prompt = fields.string(name)
+                prompt = text.render_chat(chat.messages, tools, dict(chat.options))
+                adds_special = False
+            else:
+                prompt = fields.string(name)
             if len(prompt) > LONG_TEXT:
                 return await asyncio.to_thread(text.encode, prompt, adds_special)
             return text.encode(prompt, adds_special)

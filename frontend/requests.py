@@ -115,38 +115,37 @@ async def encode(asked: Asked, model: ServedModel, timeout_s: float) -> Generati
 
 
 def _encode_all(asked: Asked, model: ServedModel) -> tuple[Tokens, ...]:
-    return tuple(encode_prompt(p, asked, model) for p in asked.prompts)
+    return tuple(_encode(p, asked, model) for p in asked.prompts)
 
 
-def encode_prompt(prompt: Prompt, asked: Asked, model: ServedModel) -> Tokens:
+def _encode(prompt: Prompt, asked: Asked, model: ServedModel) -> Tokens:
     """One prompt's ids, truncated if the client asked for it.
 
     Raises:
         ApiError: 400 naming the prompt's field.
     """
     text, param = model.text, asked.prompt_param
+    limit = model.max_seq_len if asked.truncate_to is None else None
     try:
         if isinstance(prompt, Conversation):
             tools = list(prompt.tools) if prompt.tools is not None else None
-            ids = text.encode_chat(prompt.messages, tools, dict(prompt.options))
+            prompt = text.render_chat(prompt.messages, tools, dict(prompt.options))
+        if isinstance(prompt, str):
+            ids = text.encode(prompt, asked.add_special_tokens, limit)
         else:
-            ids = (
-                text.encode(prompt, asked.add_special_tokens)
-                if isinstance(prompt, str)
-                else list(prompt)
-            )
+            ids = list(prompt)
     except TextUnavailable as ex:
         raise invalid(param, str(ex), "text_unavailable") from None
-    outside = next((i for i in ids if i >= model.vocab), None)
-    if outside is not None:
+    highest = max(ids, default=0)
+    if highest >= model.vocab:
         raise invalid(
-            param, f"the text has token {outside}, which the model has not", "invalid_token_id"
+            param, f"the text has token {highest}, which the model has not", "invalid_token_id"
         )
     if not ids and text.bos is not None:
         ids = [text.bos]
-    limit = asked.truncate_to
-    if limit is not None and len(ids) > limit:
-        ids = ids[-limit:] if asked.truncates_left else ids[:limit]
+    length = asked.truncate_to
+    if length is not None and len(ids) > length:
+        ids = ids[-length:] if asked.truncates_left else ids[:length]
     if not ids:
         raise invalid(param, f"'{param}' is empty", "empty_prompt")
     return Tokens(ids)
@@ -154,7 +153,8 @@ def encode_prompt(prompt: Prompt, asked: Asked, model: ServedModel) -> Tokens:
 
 def _too_long(asked: Asked, num_prompt: int, max_tokens: int | None, max_seq_len: int) -> ApiError:
     is_prompt = num_prompt + 1 > max_seq_len
-    what = f"the prompt has {num_prompt} tokens"
+    bound = "at least " if num_prompt > 2 * max_seq_len else ""
+    what = f"the prompt has {bound}{num_prompt} tokens"
     if not is_prompt:
         what += f" and max_tokens is {max_tokens}, together {num_prompt + (max_tokens or 0)}"
     message = f"{what}; this model's maximum is {max_seq_len} tokens in all"

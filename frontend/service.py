@@ -66,6 +66,7 @@ class Service:
         self.keys = read_keys(settings.api_keys_file)
         self.live: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._make_engine = make_engine
+        self._num_encoding = 0
         self._lame = settings.path_in_run_dir("lame")
         self._loading: asyncio.Task[None] | None = None
 
@@ -111,9 +112,13 @@ class Service:
         model = self.served_model()
         if self._lame.exists():
             raise unavailable("draining", "this server is shutting down", 2.0)
-        if len(self.live) >= self.settings.max_streams:
+        if len(self.live) + self._num_encoding >= self.settings.max_streams:
             raise unavailable("too_many_streams", "this process serves as many requests as it may")
-        request = await encode(asked, model, self.settings.request_timeout_s)
+        self._num_encoding += 1
+        try:
+            request = await encode(asked, model, self.settings.request_timeout_s)
+        finally:
+            self._num_encoding -= 1
         generation = Generation(request, model.text)
         self.live.add(generation)
         try:

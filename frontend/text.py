@@ -73,35 +73,41 @@ class TextModel:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
         """The ids of `text`, with what the tokenizer puts around a text (BOS) if asked.
+
+        `limit` bounds the work: where a beginning of the text alone has more than twice as many ids, those are the answer.
 
         Raises:
             TextUnavailable: there is no tokenizer.
         """
-        if self._tokenizer is None:
-            raise TextUnavailable(f"{self.reason}: send token ids")
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        size = len(text) if limit is None else 16 * limit
+        while size < len(text):
+            ids = self._encode(text[:size], add_special_tokens)
+            if limit is not None and len(ids) > 2 * limit:
+                return ids
+            size *= 4
+        return self._encode(text, add_special_tokens)
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Any] | None,
         options: dict[str, Any],
-    ) -> list[int]:
-        """The ids of a conversation, by the artifact's chat template.
+    ) -> str:
+        """A conversation as one text, by the artifact's chat template; to be encoded without special tokens added.
 
         Raises:
-            TextUnavailable: no tokenizer, no template, or the template refuses the messages.
+            TextUnavailable: no template, or it refuses the messages.
         """
         if self.template is None:
             raise TextUnavailable("this model has no chat template; use completions")
         try:
-            rendered = self.template.render(messages, tools, options)
+            return self.template.render(messages, tools, options)
         except TemplateError as ex:
             raise TextUnavailable(f"the chat template refuses these messages: {ex}") from None
-        return self.encode(rendered, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole token list; equals what `StreamingDetokenizer` gives piece by piece."""
@@ -129,6 +135,12 @@ class TextModel:
 
     def first_space_is_stripped(self) -> bool:
         return self._strips_first_space
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise TextUnavailable(f"{self.reason}: send token ids")
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def _load(self, tokenizer: bytes) -> None:
         try:

@@ -180,6 +180,8 @@ def test_bodies_are_bounded(play: Any, settings: Settings) -> None:
         for body, headers in [
             (big, {"Content-Length": str(len(big))}),
             ([big[:500], big[500:1500], big[1500:]], {}),  # chunked: no length is told
+            (b"", {"Content-Length": str(9 << 10)}),  # so large that it is not even read
+            ([big] * 6, {}),
         ]:
             refused = await site.request("POST", "/generate", body, headers)
             assert (refused.status, refused.error["code"]) == (413, "body_too_large")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+from frontend.text import TextModel
 from scheduler.messages import Tokens
 from tests.frontend.conftest import Site
 from tests.frontend.scripted import says
@@ -240,6 +243,21 @@ def test_truncation_and_long_prompts(play: Any) -> None:
         answer = await site.post("/v1/completions", {"prompt": ids})
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         assert "300" in answer.error["message"] and "256" in answer.error["message"]
+        encode, encoded = TextModel._encode, []
+
+        def counted(self: TextModel, text: str, add_special_tokens: bool) -> list[int]:
+            encoded.append(len(text))
+            return encode(self, text, add_special_tokens)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TextModel, "_encode", counted)
+            answer = await site.post("/v1/completions", {"prompt": "word " * 200_000})
+            assert "at least 820 tokens" in answer.error["message"]
+            assert encoded == [16 * 256]  # not the million
+            encoded.clear()
+            answer = await site.post("/v1/completions", {"prompt": "-" * 60_000})
+            assert "938 tokens" in answer.error["message"]
+            assert encoded == [4096, 16384, 60_000]  # few ids so far: look further
         body = {"prompt": "word " * 20_000, "truncate_prompt_tokens": -1, "max_tokens": 1}
         assert (await site.post("/v1/completions", body)).status == 200  # long: encoded in a thread
         assert len(site.engine.specs[-1].sequences[0].prompt) == 255
