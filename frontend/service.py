@@ -7,19 +7,18 @@ serves (after any fork) and free of HTTP.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from frontend.api_keys import digest, read_keys
 from frontend.errors import ApiError, unavailable
 from frontend.generation import Generation
 from frontend.model import ServedModel
 from frontend.requests import Asked, encode
 from scheduler.client import Client, RequestSpec, TokenStream
-from scheduler.config import BadSetting, Settings
+from scheduler.config import Settings
 from scheduler.messages import PrefixReply
 
 _log = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ class Service:
         if not self.keys:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
-        salt = self.keys.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        salt = self.keys.get(digest(key.strip())) if scheme.lower() == "bearer" else None
         if salt is None:
             raise ApiError(
                 401,
@@ -163,26 +162,3 @@ class Service:
             _log.exception("the model card cannot be used")
             return
         _log.info("serving %s", self.model.name)
-
-
-def read_keys(path: str | None) -> Mapping[str, str]:
-    """Digest of each API key -> its salt, from a file with one key a line ('#' begins a comment line); {} without a file.
-
-    Raises:
-        BadSetting: the file cannot be read or holds no key.
-    """
-    if path is None:
-        return {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        raise BadSetting("TINYLOOP_API_KEYS_FILE", path, "a readable UTF-8 file") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise BadSetting("TINYLOOP_API_KEYS_FILE", path, "a file with at least one key")
-    return {_digest(key): _digest("salt/" + key)[:16] for key in keys}
-
-
-def _digest(text: str) -> str:
-    """Keys are compared by digest, which leaks nothing of a key by its timing."""
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frontend.service import read_keys
+from frontend.api_keys import read_keys
 from scheduler.config import BadSetting, Settings
 from tests.frontend.conftest import Site
 from tests.frontend.scripted import card, says
