@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Held-out perplexity and line-task accuracy of the demo artifact against the number of loops.
+
+Reads the artifact and the corpus of demo_corpus.py; computes in parallel over positions with demo_model.py, which is
+bound to the served arithmetic by `--check` (logits beside gpu_worker/naive.py). Three ways of reading:
+plain; warm (each token starts from the state before it, as `warm_start` does); shared (blocks before a token's own are
+read at their last loop, as TINYLOOP_KV_SHARE=last_loop does for generated tokens). Prints a table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from demo_model import LoopedModel, shift_states
+from demo_texts import MAX_HOPS, MAX_NAMES, LineTask
+from tokenizers import Tokenizer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gpu_worker import naive  # noqa: E402
+from gpu_worker.artifact import Artifact, load  # noqa: E402
+
+MODES = ("plain", "warm", "shared")
+
+
+def model_of(artifact: Artifact) -> LoopedModel:
+    model = LoopedModel(json.loads(artifact.config.to_json()))
+    model.load(artifact.tensors(dequantise=True))  # type: ignore[arg-type]
+    return model
+
+
+@torch.no_grad()
+def token_losses(model: LoopedModel, rows: Tensor, loops: int, mode: str) -> tuple[Tensor, Tensor]:
+    """Nats and hits (both (rows, length - 1)) of predicting each next token of `rows`."""
+    tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    state, last = model.states(tokens, loops)
+    if mode == "warm":
+        for _ in range(2):  # a chain of carried-over states, followed to second order
+            state, _ = model.states(tokens, loops, initial=shift_states(state))
+    elif mode == "shared":
+        state, _ = model.states(tokens, loops, earlier=last)
+    losses, best = model.loss(model.readout(state), targets)
+    return losses.view_as(targets), (best == targets.flatten()).view_as(targets)
+
+
+def held_out(path: Path, length: int, per_source: int) -> dict[str, Tensor]:
+    """Rows (count, length + 1) of each source's held-out works, spread over them."""
+    with np.load(path) as z:
+        held, meta = z["held_out"].astype(np.int64), json.loads(bytes(z["meta"]))
+    rows = {}
+    for source in meta["sources"]:
+        low, high = source["held"]
+        count = (high - low - 1) // length
+        if count:
+            picks = np.linspace(0, count - 1, min(count, per_source)).astype(int)
+            parts = [held[low + i * length : low + (i + 1) * length + 1] for i in picks]
+            rows[source["name"]] = torch.from_numpy(np.stack(parts))
+    return rows
+
+
+def perplexities(model: LoopedModel, rows: dict[str, Tensor], loops: int, mode: str) -> dict[str, float]:
+    """Perplexity of each source and of all rows together."""
+    out, total, count = {}, 0.0, 0
+    for name, part in rows.items():
+        losses = torch.cat([token_losses(model, chunk, loops, mode)[0] for chunk in part.split(4)])
+        out[name] = math.exp(losses.mean().item())
+        total, count = total + losses.sum().item(), count + losses.numel()
+    return {"all": math.exp(total / count), **out}
+
+
+def accuracy(model: LoopedModel, task: LineTask, loops: int, rows: int, length: int) -> list[float]:
+    """Share of right answers for 1..MAX_HOPS steps in lines of MAX_NAMES names; the same questions at every depth."""
+    tokens, hops, _ = task.batch(np.random.default_rng(20_000), rows, length, MAX_NAMES, MAX_HOPS)
+    _, hits = zip(*[token_losses(model, part, loops, "plain") for part in torch.from_numpy(tokens).split(8)], strict=True)
+    depth, hit = hops[:, 1:].ravel(), torch.cat(hits).numpy().ravel()
+    asked = np.bincount(depth, minlength=MAX_HOPS + 1)[1:]
+    right = np.bincount(depth[hit], minlength=MAX_HOPS + 1)[1:]
+    return [float(a) for a in right / np.maximum(asked, 1)]
+
+
+def check(artifact: Artifact, model: LoopedModel, tokens: list[int], loops: int) -> float:
+    """Largest difference of logits from the oracle's, over the largest logit."""
+    want = naive.forward(artifact.config, artifact.tensors(dequantise=True), tokens, loops)
+    got = model.logits(torch.tensor([tokens]), loops)[0]
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--artifact", type=Path, default=Path("gpu_worker/data/demo.tinyloop"))
+    parser.add_argument("--corpus", type=Path, default=Path(".demo/corpus.npz"))
+    parser.add_argument("--loops", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 16])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rows", type=int, default=12, help="held-out rows of each source")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--task-rows", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--check", action="store_true", help="only compare logits with gpu_worker/naive.py")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    artifact = load(args.artifact)
+    model = model_of(artifact)
+    text = artifact.blob("tokenizer.json")
+    assert text is not None, "the demo artifact carries its tokenizer"
+    tokenizer = Tokenizer.from_str(text.decode())
+    if args.check:
+        tokens = tokenizer.encode("It is a truth universally acknowledged, that a small model in want of depth must loop.").ids
+        for loops in (1, 3, 8):
+            print(f"{loops} loops: largest difference / largest logit {check(artifact, model, tokens, loops):.2e}")
+        return
+    rows, task = held_out(args.corpus, args.length, args.rows), LineTask.from_tokenizer(tokenizer)
+    print(f"{artifact.config.name} {artifact.digest[:12]}: {sum(r[:, 1:].numel() for r in rows.values()):,} held-out tokens "
+          f"in rows of {args.length}; {args.task_rows} lines of {MAX_NAMES} names")  # fmt: skip
+    names = ["all", *rows]
+    print(f"{'loops':>5} {'mode':8}" + "".join(f"{name[:14]:>16}" for name in names) + "   line task (by steps)")
+    figures: dict[str, Any] = {}
+    for mode in args.modes:
+        for loops in args.loops:
+            began = time.monotonic()
+            row: dict[str, Any] = {"perplexity": perplexities(model, rows, loops, mode)}
+            line = f"{loops:5} {mode:8}" + "".join(f"{row['perplexity'][name]:16.3f}" for name in names)
+            if mode == "plain":
+                row["task_by_steps"] = accuracy(model, task, loops, args.task_rows, 257)
+                row["task"] = sum(row["task_by_steps"]) / MAX_HOPS
+                line += f"   {row['task']:6.1%}  " + " ".join(f"{a:4.0%}" for a in row["task_by_steps"])
+            row["seconds"] = round(time.monotonic() - began, 1)
+            figures[f"{mode}-{loops}"] = row
+            print(line, flush=True)
+    print(json.dumps({"artifact": artifact.digest[:12], "length": args.length, "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()
