@@ -6,7 +6,8 @@ In one run, with one torch thread each: the engine alone in a process of its own
 processes (2 web, scheduler, worker), then frontends and scheduler alone with a worker that answers at once. Closed loop: each
 stream sends its next request when the last has ended. Prompts are random and all different, so no prefix is ever reused.
 What bounds it: the engine's share of a core. On 2 cores the worker has one; load generator, web and scheduler share the other,
-so HTTP falls behind the engine when their work per token passes the engine's. Prints a table and, last, one line of JSON.
+so HTTP falls behind the engine when their work per token passes the engine's; the column of CPU shares shows who is busy.
+Prints a table and, last, one line of JSON.
 With `--url` only that server is measured.
 """
 
@@ -25,11 +26,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from tests.harness import Stack
 
 DEMO = ROOT / "gpu_worker" / "data" / "demo.tinyloop"
 INSTANT_CONNECTIONS = 32
@@ -227,6 +231,31 @@ def measure_http(
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
+class CpuShares:
+    """CPU time of each role of a stack, and of this process, as shares of one core."""
+
+    def __init__(self, stack: Stack) -> None:
+        import psutil
+
+        self._processes = {
+            "web": [psutil.Process(pid) for pid in stack.pids("web")],
+            "scheduler": [psutil.Process(stack.pids("scheduler")[0])],
+            "worker": [psutil.Process(stack.pids("worker-0")[0])],
+            "load": [psutil.Process()],
+        }
+        self._began_at, self._began = time.perf_counter(), self._used()
+
+    def _used(self) -> dict[str, float]:
+        return {
+            role: sum(sum(p.cpu_times()[:2]) for p in processes)
+            for role, processes in self._processes.items()
+        }
+
+    def since(self) -> dict[str, float]:
+        wall_s = time.perf_counter() - self._began_at
+        return {role: (used - self._began[role]) / wall_s for role, used in self._used().items()}
+
+
 def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]:
     """All rows of the table, on processes of our own."""
     from tests.harness import Stack
@@ -235,17 +264,23 @@ def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]
     with Stack(model, num_web=2, env={"TINYLOOP_THREADS": "1"}) as stack:
         for num_streams in streams:
             alone = engine_in_a_process(stack.env, load, num_streams)
+            shares = CpuShares(stack)
             over_http = measure_http(stack.url, load, num_streams, stream_once)
-            ratio = over_http.tokens_per_s / alone.tokens_per_s
+            extras = {
+                "of_engine": over_http.tokens_per_s / alone.tokens_per_s,
+                "cpu": shares.since(),
+            }
             rows.append(row("engine alone", num_streams, alone))
-            rows.append({**row("HTTP, streamed", num_streams, over_http), "of_engine": ratio})
+            rows.append(row("HTTP, streamed", num_streams, over_http) | extras)
     env = {"TINYLOOP_FAULT": "instant_worker"}
     instant = Load(load.vocab, 16, INSTANT_TOKENS, 1_000_000, load.loops)
     with Stack(model, num_web=2, env=env) as stack:
         kinds: list[tuple[str, Once]] = [("whole", whole_once), ("streamed", stream_once)]
         for name, once in kinds:
+            shares = CpuShares(stack)
             figures = measure_http(stack.url, instant, INSTANT_CONNECTIONS, once, INSTANT_S)
-            rows.append(row(f"instant worker, {name}", INSTANT_CONNECTIONS, figures))
+            extras = {"cpu": shares.since()}
+            rows.append(row(f"instant worker, {name}", INSTANT_CONNECTIONS, figures) | extras)
     return rows
 
 
@@ -254,13 +289,14 @@ def row(what: str, num_streams: int, figures: Figures) -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| what | streams | TTFT ms | ms/token | tokens/s | requests/s | of engine |")
-    print("|---|---|---|---|---|---|---|")
+    print("| what | streams | TTFT ms | ms/token | tokens/s | requests/s | of engine | CPU |")
+    print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         of_engine = f"{100 * r['of_engine']:.0f} %" if "of_engine" in r else ""
+        cpu = ", ".join(f"{role} {100 * share:.0f} %" for role, share in r.get("cpu", {}).items())
         print(
             f"| {r['what']} | {r['streams']} | {r['ttft_ms']:.1f} | {r['tpot_ms']:.2f} "
-            f"| {r['tokens_per_s']:.0f} | {r['requests_per_s']:.1f} | {of_engine} |"
+            f"| {r['tokens_per_s']:.0f} | {r['requests_per_s']:.1f} | {of_engine} | {cpu} |"
         )
 
 
