@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,20 @@ def _max_seq_len(settings: Settings, max_pos: int) -> int:
     return settings.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, max_pos)
 
 
+def pick_gpu(index: int, environ: MutableMapping[str, str]) -> None:
+    """Give each worker of a host a GPU of its own, in turn, by the variable that every CUDA library obeys.
+
+    The choice is among those that the variable lists already, else among this machine's; without any nothing changes.
+    """
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    else:
+        gpus = [gpu for gpu in listed.split(",") if gpu.strip()]
+    if gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu_worker", description="One worker process.")
     parser.add_argument("--index", type=int, default=0, help="its number among this host's workers")
@@ -124,6 +139,7 @@ def main() -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # read when the maths libraries are first imported, which is later, in `load`
+    pick_gpu(args.index, os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:

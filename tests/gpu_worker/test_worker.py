@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from gpu_worker import artifact as artifacts
-from gpu_worker.__main__ import warm_up
+from gpu_worker.__main__ import pick_gpu, warm_up
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.instant_engine import InstantEngine, instant_tokens
 from gpu_worker.worker import Loaded, Worker
@@ -465,6 +465,15 @@ def test_real_engine_goes_on_where_another_attempt_stopped(
 
 
 # --------------------------------------------------------------------------------------------------------------- process
+
+
+@pytest.mark.parametrize(
+    ("listed", "picked"), [("0", "0"), ("4,5,6", "4"), ("GPU-a,GPU-b", "GPU-b"), ("", "")]
+)
+def test_workers_of_a_host_share_out_the_listed_gpus(listed: str, picked: str) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": listed}
+    pick_gpu(3, environ)
+    assert environ["CUDA_VISIBLE_DEVICES"] == picked
 
 
 def start_process(settings: Settings, **environ: str) -> subprocess.Popen[str]:
