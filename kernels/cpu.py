@@ -18,7 +18,18 @@ from numba import njit
 from torch import Tensor
 
 from kernels import cpu_attention, cpu_sampling
-from kernels.cpu_intrinsics import LANES, address, exp, fma, tile_1x2, tile_2x2, tile_4x2, tile_8x2
+from kernels.cpu_intrinsics import (
+    HAS_WIDE_REGISTERS,
+    LANES,
+    address,
+    exp,
+    fma,
+    tile_1x2,
+    tile_2x2,
+    tile_4x1,
+    tile_4x2,
+    tile_8x2,
+)
 from kernels.layout import Packed, PagedCache, Paging
 
 PANEL = 2 * LANES  # output columns that one product tile makes
@@ -120,7 +131,9 @@ def _product(low, high, x, w, scale, y):  # type: ignore[no-untyped-def]
         scales = address(scale) + first * 4
         row = 0
         while row < n:
-            rows = 8 if n - row >= 8 else 4 if n - row >= 4 else 2 if n - row >= 2 else 1
+            rows = 4 if n - row >= 4 else 2 if n - row >= 2 else 1
+            if HAS_WIDE_REGISTERS and n - row >= 8:
+                rows = 8
             if width == PANEL:
                 out, ldo = address(y) + (row * num_out + first) * 4, num_out
             else:
@@ -129,6 +142,12 @@ def _product(low, high, x, w, scale, y):  # type: ignore[no-untyped-def]
             at_x = address(x) + row * depth * 4
             if rows == 8:
                 tile_8x2(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
+            elif rows == 4 and not HAS_WIDE_REGISTERS:  # 4 x 2 would not fit in 16 registers of 8
+                right = at_w + LANES * w.itemsize
+                tile_4x1(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
+                tile_4x1(
+                    at_x, depth, right, PANEL, depth, out + LANES * 4, ldo, scales + LANES * 4, w
+                )
             elif rows == 4:
                 tile_4x2(at_x, depth, at_w, PANEL, depth, out, ldo, scales, w)
             elif rows == 2:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16  # floats per vector value; LLVM splits it where the machine's vectors are narrower
+HAS_WIDE_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _vector = ir.VectorType(_f32, LANES)
@@ -134,7 +136,7 @@ def _product_tile(num_rows: int, num_vectors: int) -> Any:
 
 tile_8x2, tile_4x2, tile_2x2, tile_1x2 = (_product_tile(m, 2) for m in (8, 4, 2, 1))
 tile_4x4, tile_2x4, tile_1x4 = (_product_tile(m, 4) for m in (4, 2, 1))
-tile_8x1, tile_1x1 = _product_tile(8, 1), _product_tile(1, 1)
+tile_4x1, tile_1x1 = (_product_tile(m, 1) for m in (4, 1))
 
 
 @intrinsic

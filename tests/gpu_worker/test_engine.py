@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpu_worker import naive
 from gpu_worker.model import Model
+from kernels import cpu
 from scripts.make_toy_artifact import VARIANTS
 from tests.gpu_worker.engine_helpers import (
     assert_greedy,
@@ -93,6 +95,22 @@ def test_a_sequence_alone_and_in_a_batch_has_the_same_bits(shared: Path, variant
         )
 
 
+def test_threads_change_no_bit(shared: Path) -> None:
+    runs = [
+        replace(r, params=replace(r.params, logprobs=2))
+        for r in mixed_runs(random.Random(4), 512, 4)
+    ]
+    one = collect(make_engine(shared, "learned"), runs)
+    try:
+        three = collect(make_engine(shared, "learned", threads=3), runs)
+    finally:
+        cpu.set_threads(1)
+        torch.set_num_threads(1)
+    for run in runs:
+        got, expected = three[run.sequence_id], one[run.sequence_id]
+        assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8"])
 def test_stored_weights_give_the_bits_of_converted_ones(shared: Path, dtype: str) -> None:
     """Weights are read as they are stored; the logits are those of the weights in fp32, and the oracle's."""
@@ -139,8 +157,6 @@ def test_replay_goes_on_where_the_sequence_was(shared: Path) -> None:
 
 def test_a_window_hides_what_lies_before_it(shared: Path) -> None:
     """Against the oracle under the same visibility: the last `cache_window` keys and the first four."""
-    import torch
-
     for variant in ("pre", "alibi"):
         engine = make_engine(shared, variant)
         prompt = random_prompt(random.Random(2), 512, 140)
