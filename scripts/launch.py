@@ -7,6 +7,7 @@ Called by scripts/up once the virtual environment is there. Knows nothing of how
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import logging
 import os
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from scheduler.config import BadSetting, Settings, exit_bad_setting  # noqa: E402
 
 STOPPED_BY_SIGNAL = (130, 143)  # honcho's statuses for SIGINT and SIGTERM
+PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 STEADY_S = 1.0  # each web process becomes ready for itself, and any of them may answer
 
@@ -39,9 +41,11 @@ def main() -> int:
         [sys.executable, "-m", "honcho", "-e", os.devnull, "-f", str(ROOT / "Procfile"), "start"],
         env=environ,
         start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
+        preexec_fn=stop_with_parent,
     )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop(honcho))
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda *_: stop(honcho))
     announce_when_ready(settings, honcho)
     status = honcho.wait()
     return 0 if status in STOPPED_BY_SIGNAL else status
@@ -61,6 +65,12 @@ def check_port_is_free(settings: Settings) -> None:
 def stop(honcho: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         honcho.send_signal(signal.SIGTERM)
+
+
+def stop_with_parent() -> None:
+    """In the child: a SIGTERM when this process is killed, so that the stack drains then too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def announce_when_ready(settings: Settings, honcho: subprocess.Popen[bytes]) -> None:

@@ -150,6 +150,17 @@ def test_a_signal_drains_and_ends_with_0_and_leaves_nothing(
     assert "SIGKILL" not in text
 
 
+def test_nothing_is_left_when_it_is_killed_itself(launch: Launch) -> None:
+    process = launch.start()
+    launch.wait_for("TinyLoop is ready")
+    process.kill()
+    deadline = time.monotonic() + 10
+    while launch.left_behind():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "web is done" in launch.output.read_text()
+
+
 def test_a_bad_setting_of_one_process_stops_the_stack_with_78(launch: Launch) -> None:
     process = launch.start(BAD="worker")
     assert process.wait(20) == 78
