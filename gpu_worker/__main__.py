@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import MutableMapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,13 +49,9 @@ def load(settings: Settings) -> Loaded:
     if settings.fault:
         return _load_fault(settings, artifact, max_seq_len)
 
-    import torch
-
     from gpu_worker.engine import Engine, EngineOptions
 
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(settings)
     options = EngineOptions(
         device=device,
         kv_format=settings.kv_format_on(device),
@@ -72,6 +69,16 @@ def load(settings: Settings) -> Loaded:
     engine = Engine(artifact, options)
     warm_up(engine)
     return Loaded(engine, device)
+
+
+def _device(settings: Settings) -> str:
+    """cpu or cuda; `auto` takes the GPU if there is one and the kernels for it are there."""
+    import torch
+
+    has_cuda = find_spec("kernels.cuda") is not None and torch.cuda.is_available()
+    if settings.device == "cuda" and not has_cuda:
+        raise BadSetting("TINYLOOP_DEVICE", "cuda", "cpu or auto where no usable GPU is found")
+    return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
 
 
 def warm_up(engine: EngineFace) -> None:

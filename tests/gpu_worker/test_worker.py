@@ -526,13 +526,14 @@ def test_process_with_a_faulty_artifact_beats_the_line(
     [
         ("TINYLOOP_MAX_SEQ_LEN", "1000000", "at most the artifact's"),
         ("TINYLOOP_FAULT", "nonsense", "one of instant_worker"),
+        ("TINYLOOP_DEVICE", "cuda", "no usable GPU"),
         ("TINYLOOP_BEATS_ADDR", "tcp://0.0.0.0:7777", "TINYLOOP_CURVE_DIR"),
     ],
 )
 def test_bad_setting_ends_with_78_and_one_line(
     settings: Settings, toy: Path, name: str, value: str, line: str
 ) -> None:
-    environ = {"TINYLOOP_MODEL_PATH": str(toy), "TINYLOOP_FAULT": "instant_worker", name: value}
+    environ = {"TINYLOOP_MODEL_PATH": str(toy), "CUDA_VISIBLE_DEVICES": "", name: value}
     process = start_process(settings, **environ)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 78
