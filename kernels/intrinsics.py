@@ -158,6 +158,18 @@ def load_32(address: int) -> int:
     return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
 
 
+@op(
+    "r",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.cg.u32 $0, [$1];}",
+    volatile=True,
+)
+def load_32_if(address: int, condition: int) -> int:
+    if not condition:
+        return 0
+    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
+
+
 @op("r", "l", "ld.global.cg.s32 $0, [$1];", volatile=True)
 def load_i32(address: int) -> int:
     return int(struct.unpack("<i", emulator.read_global(address, 4))[0])

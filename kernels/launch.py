@@ -57,6 +57,16 @@ class Kernel:
             is_overlapped: whether it may start before the kernel in front has ended. The kernel itself waits
                 before it touches anything that the step writes.
         """
+        config = self._config(grid, stream, is_overlapped)
+        values = tuple(args) + (0,) * (len(self._types) - len(args))
+        _checked(self._driver.cuLaunchKernelEx(config, self._function, (values, self._types), 0))
+
+    def max_active_clusters(self) -> int:
+        """How many of its clusters the device runs at a time."""
+        config = self._config((self.variant.cluster, 1), 0, False)
+        return int(_checked(self._driver.cuOccupancyMaxActiveClusters(self._function, config)))
+
+    def _config(self, grid: tuple[int, int], stream: int, is_overlapped: bool) -> Any:
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
@@ -80,8 +90,7 @@ class Kernel:
             attributes.append(overlap)
         config.attrs = attributes
         config.numAttrs = len(attributes)
-        values = tuple(args) + (0,) * (len(self._types) - len(args))
-        _checked(driver.cuLaunchKernelEx(config, self._function, (values, self._types), 0))
+        return config
 
 
 class Library:

@@ -199,3 +199,16 @@ def pack_int4(block: torch.Tensor, *, is_value: bool) -> tuple[torch.Tensor, tor
     pairs = torch.stack([scale, offset], -1).contiguous().view(torch.uint8).reshape(*lead, 256)
     restored = scale.float().unsqueeze(-1) * (numbers.float() - 8) + offset.float().unsqueeze(-1)
     return torch.cat([data, pairs], -1), restored
+
+
+def unpack_int4(packed: torch.Tensor, dim: int, *, is_value: bool) -> torch.Tensor:
+    """What a stored K or V part stands for: (..., 64, dim) float32."""
+    *lead, _ = packed.shape
+    tiles, steps = (dim // 16, 4) if is_value else (4, dim // 16)
+    words = packed[..., : 32 * dim].contiguous().view(torch.int32).reshape(*lead, tiles, steps // 4, 32, 4)
+    shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=packed.device)
+    numbers = (words.transpose(-1, -2)[..., None, None] >> shift) & 15
+    flat = numbers.reshape(*lead, BLOCK * dim).float()
+    block = unpack_values(flat, dim) if is_value else unpack_keys(flat, dim)
+    pairs = packed[..., 32 * dim :].contiguous().view(torch.half).reshape(*lead, BLOCK, 2).float()
+    return pairs[..., :1] * (block - 8) + pairs[..., 1:]

@@ -1,0 +1,312 @@
+"""Decode steps as CUDA graphs: static buffers, one graph per row bucket, one replay per token.
+
+Owns the launches of a pre-norm, RMS, SwiGLU model's step (embedding, loops x layers, head) and nothing of
+requests: whoever drives it writes tokens, positions and tables into the buffers and replays. Every kernel may
+start while the one in front still runs; each waits before it touches what the step writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import attention, layouts, linear, step
+from kernels.attention import AttentionLaunch, AttentionShape
+from kernels.compiler import Variant
+from kernels.launch import Library
+from kernels.layouts import RANKS, ProductShape
+from kernels.linear import HeadShape, Launch
+
+CLUSTERS = 16  # clusters of 8 blocks: 128 of an H200's 132 multiprocessors
+_SHARE_BYTES = 112 * 1024  # a block's weights: two neighbouring kernels fit one multiprocessor
+NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """The model and the cache of a runner; lengths in positions, formats as in `attention.py`."""
+
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab: int
+    layers: int
+    loops: int
+    norm_eps: float = 1e-6
+    is_rotary: bool = True
+    is_half_pairing: bool = True
+    theta: float = 10000.0
+    max_pos: int = 2048
+    kv_format: str = "fp16"
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(
+            self.n_heads, self.n_kv_heads, self.head_dim, self.is_rotary, self.is_half_pairing
+        )
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(
+            self.n_kv_heads, self.n_heads // self.n_kv_heads, self.head_dim, self.kv_format
+        )
+
+    @property
+    def exact_block_bytes(self) -> int:
+        return self.layers * self.n_kv_heads * self.heads.head_bytes
+
+    @property
+    def stored_block_bytes(self) -> int:
+        return self.layers * self.n_kv_heads * self.attention.stored_head_bytes
+
+
+REFERENCE = DecodeSpec(1536, 12, 12, 128, 4096, 50257, 4, 8)
+
+# What `scripts/check_ptx.py` compiles.
+CHECKED_SPECS = {
+    "1b": REFERENCE,
+    "1b-int4": replace(REFERENCE, kv_format="int4"),
+}
+
+
+def product_shape(n: int, k: int) -> ProductShape:
+    """How an (n, k) product is cut: even over 16 clusters, long chains halved."""
+    share = -(-n // (16 * CLUSTERS))
+    sub_slices = 2 if k > 24 * 128 else 1
+    shape = ProductShape(n, k, share, sub_slices)
+    halves = -(-share * shape.tile_bytes // _SHARE_BYTES)
+    return ProductShape(n, k, -(-share // halves), sub_slices)
+
+
+def product_launch(shape: ProductShape, column_tiles: int, *, is_ring: bool = False) -> Launch:
+    """The launch for up to 8 x column_tiles rows."""
+    if is_ring:
+        stages = {1: 4, 2: 4, 4: 3, 8: 2}[column_tiles]
+        return Launch(shape, shape.group, 8, column_tiles, True, stages)
+    is_push = column_tiles <= 2
+    tiles = shape.group
+    # Many rows: one block a multiprocessor, so that x is staged once.
+    share = -(-shape.n // (16 * CLUSTERS))
+    if not is_push and share > tiles and share * shape.tile_bytes <= 200 * 1024:
+        tiles = share
+    chains = tiles * shape.sub_slices
+    if shape.sub_slices > 1:
+        return Launch(shape, tiles, chains, column_tiles, is_push)
+    num_warps = max(w for w in range(1, 10) if chains % w == 0)
+    return Launch(shape, tiles, num_warps, column_tiles, is_push)
+
+
+def product_shapes(spec: DecodeSpec) -> dict[str, ProductShape]:
+    """How each product of the step is cut."""
+    width = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
+    return {
+        "qkv": product_shape(width, spec.d_model),
+        "o": product_shape(spec.d_model, spec.n_heads * spec.head_dim),
+        "gate_up": product_shape(2 * spec.d_ff, spec.d_model),
+        "down": product_shape(spec.d_model, spec.d_ff),
+        "head": ProductShape(spec.vocab, spec.d_model, 8),
+    }
+
+
+def attention_launch(shape: AttentionShape, rows: int) -> AttentionLaunch:
+    """A cluster per (row, kv head) while there are few, else one block."""
+    if rows * shape.n_kv_heads <= 200:
+        return AttentionLaunch(shape, 8, 2, 4)
+    return AttentionLaunch(shape, 1, 4, 3)
+
+
+def step_kernels(
+    spec: DecodeSpec, rows: int
+) -> tuple[dict[str, Variant], dict[str, tuple[int, int]]]:
+    """The kernels of a step of `rows` rows, and their grids."""
+    column_tiles = 1 << (min(8, -(-rows // 8)) - 1).bit_length()
+    cut = {
+        name: product_launch(shape, column_tiles, is_ring=name == "head")
+        for name, shape in product_shapes(spec).items()
+    }
+    attend = attention_launch(spec.attention, rows)
+    angles = spec.head_dim // 2 if spec.is_rotary else 0
+    variants = {
+        "begin": step.begin_step(step.StepShape(spec.d_model, angles)),
+        "qkv": linear.qkv_product("qkv", cut["qkv"], spec.heads),
+        "attention": attention.attention("attention", attend),
+        "o": linear.residual_product("o", cut["o"]),
+        "gate_up": linear.gated_product("gate_up", cut["gate_up"]),
+        "down": linear.residual_product("down", cut["down"]),
+        "head": linear.store_product("head", cut["head"], is_normed=True),
+    }
+    chunks = -(-rows // (8 * column_tiles))
+    grids = {name: (launch.clusters * RANKS, chunks) for name, launch in cut.items()}
+    grids["begin"] = (rows, 1)
+    grids["attention"] = (rows * spec.n_kv_heads * attend.cluster, 1)
+    return variants, grids
+
+
+def rotary_angles(spec: DecodeSpec, device: torch.device | str) -> Tensor:
+    """(max_pos, head_dim/2, 2) float32 of cos and sin."""
+    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float64)
+    angles = torch.arange(spec.max_pos, dtype=torch.float64)[:, None] * spec.theta ** (
+        -2 * pairs / spec.head_dim
+    )
+    return torch.stack([angles.cos(), angles.sin()], -1).float().to(device)
+
+
+class DecodeWeights:
+    """A model's weights in the order of the kernels.
+
+    Takes fp16 tensors `embed` (vocab, d), `head` (vocab, d), and per core layer i `i.qkv`, `i.o`, `i.gate_up`,
+    `i.down`, with float32 gains `i.norm1`, `i.norm3`, `norm`.
+    """
+
+    def __init__(self, spec: DecodeSpec, tensors: Mapping[str, Tensor]) -> None:
+        self.spec = spec
+        d, ff = spec.d_model, spec.d_ff
+        self.shapes = product_shapes(spec)
+        rows = {
+            "qkv": layouts.qkv_rows(
+                spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.is_half_pairing and spec.is_rotary,
+                self.shapes["qkv"],
+            ),
+            "o": layouts.plain_rows(d, self.shapes["o"]),
+            "gate_up": layouts.gated_rows(ff, self.shapes["gate_up"]),
+            "down": layouts.plain_rows(d, self.shapes["down"]),
+            "head": layouts.plain_rows(spec.vocab, self.shapes["head"]),
+        }  # fmt: skip
+        self.packed: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            kind = name.rsplit(".", 1)[-1]
+            if kind in rows:
+                order = rows[kind].to(tensor.device)
+                self.packed[name] = layouts.pack_weight(tensor, self.shapes[kind], order)
+            else:
+                self.packed[name] = tensor.contiguous()
+
+    def address(self, name: str) -> int:
+        return self.packed[name].data_ptr()
+
+
+class DecodeCache:
+    """Blocks of one kv format, all core layers together; `exact` is the pool of own blocks."""
+
+    def __init__(
+        self, spec: DecodeSpec, num_blocks: int, num_exact: int, device: torch.device | str
+    ) -> None:
+        self.stored = torch.zeros(
+            num_blocks, spec.stored_block_bytes, dtype=torch.uint8, device=device
+        )
+        self.exact = self.stored
+        if spec.kv_format != "fp16":
+            self.exact = torch.zeros(
+                num_exact, spec.exact_block_bytes, dtype=torch.uint8, device=device
+            )
+
+
+class DecodeRunner:
+    """One row bucket: its static buffers, its launches and its graph."""
+
+    def __init__(
+        self,
+        weights: DecodeWeights,
+        cache: DecodeCache,
+        rows: int,
+        max_blocks: int,
+        library: Library,
+        *,
+        is_overlapped: bool = True,
+    ) -> None:
+        spec = weights.spec
+        self.spec, self.weights, self.cache, self.rows = spec, weights, cache, rows
+        self._max_blocks, self._library, self._is_overlapped = max_blocks, library, is_overlapped
+        device = cache.stored.device
+        d = spec.d_model
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.tokens, self.positions = ints(rows), ints(rows) - 1
+        self.row_info = ints(rows, 2)
+        self.tables = ints(rows, spec.loops, max_blocks)
+        self.exact_blocks = ints(rows, spec.loops)
+        self.slots = ints(spec.loops, rows)
+        self.rope_table = rotary_angles(spec, device)
+        self.rope = torch.zeros(rows, spec.head_dim // 2, 2, device=device)
+        self.x = torch.zeros(rows, d, device=device)
+        self.squares = torch.zeros(rows, d // 16, device=device)
+        self.q = torch.zeros(rows, spec.n_heads * spec.head_dim, dtype=torch.half, device=device)
+        self.mixed = torch.zeros_like(self.q)
+        self.hidden = torch.zeros(rows, spec.d_ff, dtype=torch.half, device=device)
+        self.logits = torch.zeros(rows, spec.vocab, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.variants, self.grids = step_kernels(spec, rows)
+
+    def _launch(self, name: str, stream: int, *args: Any, is_first: bool = False) -> None:
+        kernel = self._library.get(self.variants[name])
+        overlapped = self._is_overlapped and not is_first
+        kernel.launch(self.grids[name], args, stream, is_overlapped=overlapped)
+
+    def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
+        """Put one whole step on a raw stream; `skip` leaves kernels out (to see their share of the time)."""
+        spec, w = self.spec, self.weights
+        x, squares, rows = self.x.data_ptr(), self.squares.data_ptr(), self.rows
+        q, mixed, hidden = self.q.data_ptr(), self.mixed.data_ptr(), self.hidden.data_ptr()
+        is_stored = spec.kv_format != "fp16"
+        own, per_loop = (self.exact_blocks, 1) if is_stored else (self.tables, self._max_blocks)
+        self._launch(
+            "begin", stream, self.tokens.data_ptr(), w.address("embed"), 0, x, squares,
+            self.positions.data_ptr(), self.row_info.data_ptr(), own.data_ptr(), self.slots.data_ptr(),
+            self.rope_table.data_ptr(), self.rope.data_ptr(), spec.loops, spec.loops, per_loop, 1.0,
+            is_first=True,
+        )  # fmt: skip
+        eps = spec.norm_eps
+        for loop in range(spec.loops):
+            for layer in range(spec.layers):
+                exact = self.cache.exact.data_ptr() + layer * spec.exact_block_bytes // spec.layers
+                stored = self.cache.stored.data_ptr() + layer * spec.stored_block_bytes // spec.layers
+                slots = self.slots.data_ptr() + loop * rows * 4
+                if "qkv" not in skip:
+                    self._launch(
+                        "qkv", stream, w.address(f"{layer}.qkv"), x, squares, w.address(f"{layer}.norm1"),
+                        rows, eps, q, exact, slots, self.rope.data_ptr(), spec.exact_block_bytes,
+                    )  # fmt: skip
+                if "attention" not in skip:
+                    self._launch(
+                        "attention", stream, q, exact, self.exact_blocks.data_ptr(),
+                        spec.exact_block_bytes, stored, spec.stored_block_bytes, self.tables.data_ptr(),
+                        self.positions.data_ptr(), self.row_info.data_ptr(), 0, mixed,
+                        loop, spec.loops, self._max_blocks, NO_WINDOW, 0,
+                    )  # fmt: skip
+                if "o" not in skip:
+                    self._launch(
+                        "o", stream, w.address(f"{layer}.o"), mixed, 0, 0, rows, eps, x, squares
+                    )
+                if "gate_up" not in skip:
+                    self._launch(
+                        "gate_up", stream, w.address(f"{layer}.gate_up"), x, squares,
+                        w.address(f"{layer}.norm3"), rows, eps, hidden,
+                    )  # fmt: skip
+                if "down" not in skip:
+                    self._launch(
+                        "down", stream, w.address(f"{layer}.down"), hidden, 0, 0, rows, eps, x, squares
+                    )
+        if "head" not in skip:
+            self._launch(
+                "head", stream, w.address("head"), x, squares, w.address("norm"), rows, eps,
+                self.logits.data_ptr(),
+            )  # fmt: skip
+
+    def capture(self, skip: Collection[str] = ()) -> torch.cuda.CUDAGraph:
+        """Capture the step; later replays take no Python launch."""
+        stream = torch.cuda.Stream()
+        self.launch_step(stream.cuda_stream, skip)  # loads the kernels outside the capture
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self.launch_step(stream.cuda_stream, skip)
+        self.graph = graph
+        return graph

@@ -1,0 +1,117 @@
+"""The ends of a decode step: look up embeddings and places at its start.
+
+One block a row. What later kernels read about a row (its slot in each loop, its rotary angles) is gathered here
+once, so that they find it by one load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.compiler import Variant
+from kernels.device_code import traced
+from kernels.intrinsics import (
+    block_x,
+    fma,
+    grid_dependency_launch,
+    grid_dependency_wait,
+    grid_x,
+    less,
+    load_32_if,
+    load_f32x2,
+    load_i32,
+    store_32,
+    store_f32_if,
+    store_f32x2,
+    store_f32x2_if,
+    sum_of_8_lanes,
+    thread_id,
+    unpack_half2,
+    wide,
+)
+
+_THREADS = 256
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """d is a multiple of 16; `angles` is half the rotary width, 0 without rotary positions."""
+
+    d_model: int
+    angles: int
+    has_learned_positions: bool = False
+
+
+def _make_begin(shape: StepShape) -> Any:
+    d, angles = shape.d_model, shape.angles
+    pairs = d // 2
+
+    @traced()
+    def embed(
+        embeddings: Any, learned: Any, x: Any, squares: Any, token: Any, position: Any, row: Any,
+        pair: Any, is_real: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        first, second = unpack_half2(
+            load_32_if(embeddings + (wide(token) * d + pair * 2) * 2, is_real)
+        )
+        first, second = first * scale, second * scale
+        if shape.has_learned_positions:
+            more = unpack_half2(load_32_if(learned + (wide(position) * d + pair * 2) * 2, is_real))
+            first, second = first + more[0], second + more[1]
+        total = sum_of_8_lanes(fma(first, first, second * second))
+        address = x + (wide(row) * d + pair * 2) * 4
+        store_f32x2_if(address, first, second, is_real)
+        store_f32_if(squares + (row * (d // 16) + (pair >> 3)) * 4, total, is_real & less(pair & 7, 1))
+
+    def kernel(
+        tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,
+        blocks: Any, slots: Any, rope_table: Any, rope: Any,
+        num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        row, thread = block_x(), thread_id()
+        grid_dependency_launch()
+        grid_dependency_wait()
+        position = load_i32(positions + row * 4)
+        depth = load_i32(row_info + row * 8 + 4)
+        is_row = position >= 0
+        token = load_i32(tokens + row * 4)
+        safe = position if is_row else 0
+        # The whole warp goes round together: `embed` adds over lanes.
+        for first in range(0, pairs, _THREADS):
+            pair = first + thread
+            embed(
+                embeddings, learned, x, squares, token, safe, row, pair if pair < pairs else 0,
+                less(pair, pairs), scale,
+            )  # fmt: skip
+        for loop in range(thread, num_loops, _THREADS):
+            slot = -1
+            if is_row:
+                table = (row * max_loops + depth + loop) * blocks_a_loop
+                if blocks_a_loop > 1:
+                    table += position >> 6
+                slot = load_i32(blocks + table * 4) * 64 + (position & 63)
+            store_32(slots + (loop * grid_x() + row) * 4, slot)
+        for angle in range(thread, angles, _THREADS):
+            cos, sin = load_f32x2(rope_table + (wide(safe) * angles + angle) * 8)
+            store_f32x2(rope + (row * angles + angle) * 8, cos, sin)
+
+    return kernel
+
+
+def begin_step(shape: StepShape) -> Variant:
+    """Embed the rows' tokens and gather what the step needs.
+
+    Kernel arguments: tokens int32 (rows,); embeddings fp16 (vocab, d); learned positions fp16 (max_pos, d);
+    x float32 (rows, d) and its sums of squares (rows, d/16), both written; positions int32 (rows,), -1: no row;
+    row_info int32 (rows, 2), [1] = the row's loop before this step; blocks int32 (rows, max_loops, blocks_a_loop)
+    (with 1: the own block; else the table); slots int32 (num_loops, rows), written; rope_table float32
+    (max_pos, angles, 2); rope float32 (rows, angles, 2), written; num_loops, max_loops, blocks_a_loop, scale.
+    """
+    return Variant(
+        name="begin_step",
+        function=_make_begin(shape),
+        args="lllllllllll" + "rrrf",
+        num_threads=_THREADS,
+        constants=(shape,),
+    )

@@ -1,0 +1,118 @@
+"""Compiles every kernel for sm_90 and assembles it; needs no GPU and no driver.
+
+    python scripts/check_ptx.py [--build-dir build/ptx] [--only NAME]
+
+Prints registers, shared memory and spills of each kernel; a spill, a call left in the PTX, double-precision
+arithmetic or static shared memory fails. With --build-dir the PTX stays there for the worker to load. Needs
+`requirements-cuda.txt`; without it, it says what is missing and leaves with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import util
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SHARED_LIMIT = 227 * 1024
+
+
+def variants() -> Iterator[tuple[str, int, str, int]]:
+    """(spec name, rows, kernel, index) of every kernel that a worker may load."""
+    from gpu_worker import graphs
+
+    seen = set()
+    for name, spec in graphs.CHECKED_SPECS.items():
+        for rows in (1, 16, 32, 64):
+            for kernel, variant in graphs.step_kernels(spec, rows)[0].items():
+                key = (variant.name, variant.constants)
+                if key not in seen:
+                    seen.add(key)
+                    yield name, rows, kernel, len(seen)
+
+
+def find_ptxas() -> str | None:
+    """ptxas of the CUDA packages, else of the system."""
+    spec = util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec and spec.submodule_search_locations else []:
+        for path in Path(folder).glob("**/bin/ptxas"):
+            return str(path)
+    return shutil.which("ptxas")
+
+
+def check(job: tuple[str, int, str, int], ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]:
+    """One line of the table, and what is wrong."""
+    from gpu_worker import graphs
+    from kernels.compiler import ptx_of
+
+    spec_name, rows, kernel, _ = job
+    variant = graphs.step_kernels(graphs.CHECKED_SPECS[spec_name], rows)[0][kernel]
+    ptx = ptx_of(variant, build_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        run = subprocess.run(
+            [ptxas, "-arch=sm_90", "-v", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if run.returncode:
+        return f"{spec_name:<10} {variant.name}", [f"{variant.name}: ptxas: {run.stderr.strip()[:500]}"]
+
+    def number(pattern: str) -> int:
+        match = re.search(pattern, run.stderr)
+        return int(match.group(1)) if match else 0
+
+    registers = number(r"Used (\d+) registers")
+    spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    stack, static = number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem")
+    faults = []
+    if spills or stack:
+        faults.append(f"{spills} bytes of spills, {stack} bytes of stack")
+    if static:
+        faults.append(f"{static} bytes of static shared memory")
+    if variant.shared_bytes > SHARED_LIMIT:
+        faults.append(f"{variant.shared_bytes} bytes of shared memory")
+    if re.search(r"\bcall(\.uni)?\b", ptx):
+        faults.append("a call in the PTX")
+    if re.search(r"\.f64\b", ptx):
+        faults.append("double precision")
+    line = (
+        f"{spec_name:<10} {variant.name:<28} {variant.num_threads:>4} {variant.cluster:>2} {registers:>4} "
+        f"{variant.shared_bytes:>7} {spills:>4}"
+    )
+    return line, [f"{variant.name}: {fault}" for fault in faults]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build-dir", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    ptxas = find_ptxas()
+    if util.find_spec("numba_cuda") is None or ptxas is None:
+        print("check_ptx: numba-cuda or ptxas is missing (pip install -r requirements-cuda.txt): skipped")
+        return 0
+    jobs = [job for job in variants() if options.only in job[2]]
+    print(f"{'model':<10} {'kernel':<28} {'thr':>4} {'cl':>2} {'regs':>4} {'shared':>7} {'spill':>4}")
+    faults: list[str] = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for line, wrong in pool.map(check, jobs, [ptxas] * len(jobs), [options.build_dir] * len(jobs)):
+            print(line, flush=True)
+            faults += wrong
+    for fault in faults:
+        print(f"FAIL {fault}")
+    print(f"{len(jobs)} kernels, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

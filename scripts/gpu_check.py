@@ -1,0 +1,326 @@
+"""Checks and times the GPU kernels on one GPU in one go: parity, determinism, speed.
+
+    python scripts/gpu_check.py [--peer] [--only parity,step,speed] [--rows 1,8,64] [--context 1024]
+
+Parity is against plain PyTorch in float32 on the same fp16 weights and cache; determinism compares the bits of a
+row alone with those of the same row among others; speed is the 1B-effective reference model (random weights) in
+CUDA graphs, beside the floor from the bytes that must move and, with --peer, beside a torch.compile + CUDA graph
+decode of the same model. The short table comes last; full numbers go to $OUT/gpu_check.json if OUT is set.
+Without a GPU it says so and leaves with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu_worker.graphs import (  # noqa: E402
+    REFERENCE,
+    DecodeCache,
+    DecodeRunner,
+    DecodeSpec,
+    DecodeWeights,
+)
+from kernels import layouts  # noqa: E402
+from kernels.launch import Library  # noqa: E402
+
+READ_TB_S = 4.43  # measured read bandwidth of an H200
+
+
+def random_model(spec: DecodeSpec, device: str = "cuda") -> dict[str, Tensor]:
+    """Random fp16 weights at the usual scale, gains near one."""
+    make = torch.Generator(device=device).manual_seed(0)
+
+    def matrix(n: int, k: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(n, k, device=device, generator=make) * (gain / k**0.5)).half()
+
+    def gains() -> Tensor:
+        return 1 + 0.1 * torch.randn(spec.d_model, device=device, generator=make)
+
+    d, wide = spec.d_model, (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
+    tensors = {"embed": matrix(spec.vocab, d, d**0.5), "norm": gains()}
+    tensors["head"] = tensors["embed"] / d**0.5
+    for i in range(spec.layers):
+        tensors |= {
+            f"{i}.qkv": matrix(wide, d),
+            f"{i}.o": matrix(d, spec.n_heads * spec.head_dim, 0.3),
+            f"{i}.gate_up": matrix(2 * spec.d_ff, d),
+            f"{i}.down": matrix(d, spec.d_ff, 0.3),
+            f"{i}.norm1": gains(),
+            f"{i}.norm3": gains(),
+        }
+    return tensors
+
+
+def fill_cache(spec: DecodeSpec, cache: DecodeCache) -> None:
+    """Random keys and values (int4: random numbers with scales that make them about as large)."""
+    make = torch.Generator(device="cuda").manual_seed(1)
+    if spec.kv_format == "fp16":
+        flat = cache.stored.view(-1).view(torch.half)
+        for part in flat.split(1 << 28):
+            part.normal_(generator=make)
+        return
+    cache.exact.view(-1).view(torch.half).normal_(generator=make)
+    cache.stored.random_(0, 256, generator=make)
+    part = spec.attention.stored_bytes
+    blocks = cache.stored.view(cache.stored.shape[0], -1, part)[..., part - 256 :]
+    pairs = torch.tensor([0.2, 0.05], dtype=torch.half, device="cuda").view(torch.uint8)
+    blocks.copy_(pairs.repeat(64))
+
+
+def make_runner(
+    spec: DecodeSpec, weights: DecodeWeights, rows: int, context: int, library: Library, **options: Any
+) -> DecodeRunner:
+    """A runner whose every row has `context` positions before its own, in blocks of its own."""
+    blocks = context // 64 + 1
+    cache = DecodeCache(spec, rows * spec.loops * blocks, rows * spec.loops, "cuda")
+    fill_cache(spec, cache)
+    runner = DecodeRunner(weights, cache, rows, blocks, library, **options)
+    order = torch.randperm(rows * spec.loops * blocks, device="cuda")
+    runner.tables.copy_(order.view(rows, spec.loops, blocks))
+    runner.exact_blocks.copy_(torch.arange(rows * spec.loops, device="cuda").view(rows, -1))
+    runner.positions.fill_(context)
+    runner.row_info[:, 0] = context // 64
+    runner.tokens.copy_(torch.arange(rows, device="cuda") * 37 % spec.vocab)
+    return runner
+
+
+def share_cache(big: DecodeRunner, row: int, library: Library) -> DecodeRunner:
+    """A one-row runner on the same sequence as `row` of `big`."""
+    one = DecodeRunner(big.weights, big.cache, 1, big.tables.shape[2], library)
+    for name in ("tables", "exact_blocks", "positions", "row_info", "tokens"):
+        getattr(one, name).copy_(getattr(big, name)[row : row + 1])
+    return one
+
+
+def cached(runner: DecodeRunner, row: int, loop: int, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (kv heads, positions, dim) float32 of what a row reads."""
+    spec = runner.spec
+    dim, heads = spec.head_dim, spec.n_kv_heads
+    length = int(runner.positions[row]) + 1
+    blocks = runner.tables[row, loop].long()
+
+    def exact(pool: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        data = pool[ids].view(torch.half).view(len(ids), spec.layers, heads, 2, 64 * dim)[:, layer]
+        return (
+            layouts.unpack_keys(data[:, :, 0], dim).float(),
+            layouts.unpack_values(data[:, :, 1], dim).float(),
+        )
+
+    if spec.kv_format == "fp16":
+        parts = [exact(runner.cache.exact, blocks)]
+    else:
+        part = spec.attention.stored_bytes
+        data = runner.cache.stored[blocks[:-1]].view(-1, spec.layers, heads, 2, part)[:, layer]
+        own = runner.exact_blocks[row, loop].long().view(1)
+        parts = [
+            (
+                layouts.unpack_int4(data[:, :, 0], dim, is_value=False),
+                layouts.unpack_int4(data[:, :, 1], dim, is_value=True),
+            ),
+            exact(runner.cache.exact, own),
+        ]
+    k, v = (torch.cat([p[i] for p in parts]).transpose(0, 1).flatten(1, 2) for i in (0, 1))
+    return k[:, :length], v[:, :length]
+
+
+def reference_step(runner: DecodeRunner, tensors: dict[str, Tensor], row: int) -> Tensor:
+    """The logits of one row in float32 (products in float64), by plain PyTorch."""
+    spec = runner.spec
+    dim, group = spec.head_dim, spec.n_heads // spec.n_kv_heads
+    position = int(runner.positions[row])
+    cos, sin = runner.rope_table[position].unbind(-1)
+
+    def times(x: Tensor, name: str) -> Tensor:
+        return (tensors[name].double() @ x.double()).float()
+
+    def norm(x: Tensor, gain: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean() + spec.norm_eps) * gain
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = tensors["embed"][int(runner.tokens[row])].float()
+    for loop in range(spec.loops):
+        for layer in range(spec.layers):
+            qkv = times(norm(x, tensors[f"{layer}.norm1"]), f"{layer}.qkv").view(-1, dim)
+            q, k, v = qkv.split([spec.n_heads, spec.n_kv_heads, spec.n_kv_heads])
+            keys, values = cached(runner, row, loop, layer)
+            keys, values = keys.clone(), values.clone()
+            keys[:, position], values[:, position] = turn(k), v
+            keys, values = (t.repeat_interleave(group, 0) for t in (keys, values))
+            scores = torch.einsum("hd,hjd->hj", turn(q), keys) / dim**0.5
+            mixed = torch.einsum("hj,hjd->hd", scores.softmax(-1), values).flatten()
+            x = x + times(mixed, f"{layer}.o")
+            gate, up = times(norm(x, tensors[f"{layer}.norm3"]), f"{layer}.gate_up").chunk(2)
+            x = x + times(torch.nn.functional.silu(gate) * up, f"{layer}.down")
+    return times(norm(x, tensors["norm"]), "head")
+
+
+def time_graph(graph: torch.cuda.CUDAGraph, repeats: int = 40) -> float:
+    """Median milliseconds of a replay."""
+    for _ in range(5):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in times)[repeats // 2]
+
+
+def floor_ms(spec: DecodeSpec, rows: int, context: int) -> float:
+    """The bytes that a step must move over the measured read bandwidth."""
+    d = spec.d_model
+    layer = (
+        (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim * d
+        + spec.n_heads * spec.head_dim * d
+        + 3 * spec.d_ff * d
+    )
+    weights = spec.loops * spec.layers * layer * 2 + spec.vocab * d * 2
+    full, part = divmod(context, 64)
+    block = spec.stored_block_bytes * full + spec.exact_block_bytes * (part + 1) / 64
+    return (weights + rows * spec.loops * block) / (READ_TB_S * 1e9)
+
+
+class Report:
+    """Collects rows of the table and everything for the JSON."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, str]] = []
+        self.data: dict[str, Any] = {}
+        self.failed = 0
+
+    def check(self, name: str, is_good: bool, detail: str) -> None:
+        self.failed += not is_good
+        self.note(name, "ok" if is_good else "FAIL", detail)
+
+    def note(self, name: str, result: str, detail: str) -> None:
+        self.lines.append((name, result, detail))
+        self.data[name] = {"result": result, "detail": detail}
+        print(f"{name:<38} {result:<12} {detail}", flush=True)
+
+    def close(self) -> int:
+        out = os.environ.get("OUT")
+        if out:
+            Path(out, "gpu_check.json").write_text(json.dumps(self.data, indent=1))
+        print(f"\n{'check':<38} {'result':<12} detail")
+        for line in self.lines:
+            print(f"{line[0]:<38} {line[1]:<12} {line[2]}")
+        return 1 if self.failed else 0
+
+
+def check_step(report: Report, spec: DecodeSpec, weights: DecodeWeights, tensors: dict[str, Tensor],
+               library: Library, contexts: list[int], many: int) -> None:  # fmt: skip
+    """Parity with PyTorch and bit-equality between 1 row and many, at several lengths."""
+    kind = spec.kv_format
+    for context in contexts:
+        big = make_runner(spec, weights, many, context, library)
+        big.logits.fill_(float("nan"))
+        stream = torch.cuda.current_stream()
+        big.launch_step(stream.cuda_stream)
+        torch.cuda.synchronize()
+        for row in (0, many - 1):
+            one = share_cache(big, row, library)
+            one.logits.fill_(float("nan"))
+            one.launch_step(stream.cuda_stream)
+            torch.cuda.synchronize()
+            is_equal = torch.equal(one.logits[0], big.logits[row])
+            gap = float((one.logits[0] - big.logits[row]).abs().max())
+            report.check(f"{kind} bits, row {row} of {many}, context {context}", is_equal, f"max gap {gap:.1e}")
+        want = reference_step(big, tensors, many - 1)
+        error = float((big.logits[many - 1] - want).norm() / want.norm())
+        same = int(big.logits[many - 1].argmax()) == int(want.argmax())
+        # 32 layer calls on fp16 operands
+        report.check(f"{kind} parity, context {context}", error < 1e-2, f"rel {error:.1e}, same argmax {same}")
+        big.launch_step(stream.cuda_stream)
+        first = big.logits.clone()
+        for _ in range(5):
+            big.launch_step(stream.cuda_stream)
+            torch.cuda.synchronize()
+            if not torch.equal(first, big.logits):
+                report.check(f"{kind} repeats, context {context}", False, "logits changed between runs")
+                break
+        else:
+            report.check(f"{kind} repeats, context {context}", True, "6 runs, same bits")
+
+
+def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: Library, rows: int,
+            context: int, shares: bool) -> float:  # fmt: skip
+    """Time a step, and (with `shares`) the step without each kernel."""
+    runner = make_runner(spec, weights, rows, context, library)
+    full = time_graph(runner.capture())
+    floor = floor_ms(spec, rows, context)
+    report.note(f"{spec.kv_format} step, {rows} rows, context {context}", f"{full:.3f} ms",
+                f"floor {floor:.3f}, {full / floor:.2f} x floor")  # fmt: skip
+    clusters = {
+        name: library.get(variant).max_active_clusters()
+        for name, variant in runner.variants.items()
+        if variant.cluster > 1
+    }
+    report.data[f"clusters at a time, {spec.kv_format}, {rows} rows"] = clusters
+    print(f"clusters at a time: {clusters}")
+    if shares:
+        calls = spec.loops * spec.layers
+        for name in ("qkv", "attention", "o", "gate_up", "down", "head"):
+            share = full - time_graph(runner.capture((name,)), 20)
+            count = 1 if name == "head" else calls
+            report.note(f"   {name}, {rows} rows", f"{share / count * 1e3:.2f} us", f"of {count}: {share:.3f} ms")
+    return full
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="parity,speed")
+    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--formats", default="fp16,int4")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--peer", action="store_true", help="also time the torch.compile decode (minutes)")
+    parser.add_argument("--shares", action="store_true", help="also time the step without each kernel")
+    parser.add_argument("--build-dir", type=Path, default=Path("build/ptx"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_check: no CUDA device, nothing checked")
+        return 0
+    started = time.monotonic()
+    report = Report()
+    report.note("device", torch.cuda.get_device_name(), f"torch {torch.__version__}")
+    library = Library(options.build_dir)
+    tensors = random_model(REFERENCE)
+    only = options.only.split(",")
+    rows = [int(r) for r in options.rows.split(",")]
+    for kind in options.formats.split(","):
+        spec = replace(REFERENCE, kv_format=kind)
+        weights = DecodeWeights(spec, tensors)
+        if "parity" in only:
+            check_step(report, spec, weights, tensors, library, [0, 63, 1000], max(rows))
+        if "speed" in only:
+            for count in rows:
+                measure(report, spec, weights, library, count, options.context, options.shares)
+    if options.peer:
+        import peer_decode
+
+        for count in rows:
+            took = peer_decode.measure(REFERENCE, tensors, count, options.context)
+            report.note(f"peer step, {count} rows", f"{took:.3f} ms", "torch.compile + CUDA graph, fp16 KV")
+    print(f"took {time.monotonic() - started:.0f} s")
+    return report.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
