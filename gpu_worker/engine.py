@@ -6,47 +6,28 @@ the model, and hand out what came of them. Owns the sequences and the device; kn
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import msgpack
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_worker import limits, sampler
 from gpu_worker.artifact import Artifact, model_card
+from gpu_worker.batch import Batch, Work
 from gpu_worker.kv_cache import KVCache
+from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
 from gpu_worker.prefixes import PrefixStore
-from gpu_worker.rows import Rows
 from gpu_worker.sequence import Sequence
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import HeldPrefix, Run, SequenceOutput, TokenLogprob, Tokens
 
-log = logging.getLogger(__name__)
+__all__ = ["Engine", "EngineOptions", "StepResult"]
 
 HEAD_ROWS = 32  # prompt rows whose logits are made at a time
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How an engine runs; see the settings of the same names. `num_blocks` 0: as many as memory and `max_rows` suggest."""
-
-    device: str = "cpu"
-    kv_format: str = "fp32"
-    kv_share: str = "per_loop"
-    num_blocks: int = 0
-    max_rows: int = 64
-    prefill_chunk: int = 256
-    max_seq_len: int = 0
-    threads: int = 1
-    build_dir: str = ""
-    h_mode_fp16_attn_qkv: bool = False
-    commit: str | None = None
-    hf_home: str = ""
 
 
 @dataclass(slots=True)
@@ -60,15 +41,6 @@ class StepResult:
     cached_positions: int = 0
     core_passes: int = 0
     step_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class Work:
-    """A sequence's rows of this step: tokens [start, end)."""
-
-    sequence: Sequence
-    start: int
-    end: int
 
 
 class Engine:
@@ -285,46 +257,24 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, works: list[Work]) -> None:
-        rows = self._rows(works)
-        states, _ = self.model.trunk(rows, self.cache)
-        y = self.model.read_out(states, rows, self.cache)
-        self._result.num_rows = len(rows)
-        self._result.core_passes = int((rows.last_loop - rows.first_loop).max()) + 1
-        self._totals["core_passes"] += self._result.core_passes
-        firsts = np.cumsum([0] + [w.end - w.start for w in works])
+        batch = Batch(works)
+        batch.run(self.model, self.cache)
+        self._result.num_rows = len(batch.rows)
+        self._result.core_passes = batch.core_passes
+        self._totals["core_passes"] += batch.core_passes
         drawing, at = [], []
-        for work, first in zip(works, firsts.tolist(), strict=False):
+        for work, part in batch.parts():
             sequence = work.sequence
             sequence.num_computed = work.end
             if work.start < sequence.num_prompt:
                 self._totals["prompt_tokens"] += work.end - work.start
-                self._score_prompt(work, y[first : first + work.end - work.start])
+                self._score_prompt(work, batch.y[part])
                 self._store_prefix(sequence)
-            if work.end == len(sequence.tokens):
-                if self._is_complete(sequence):
-                    continue
+            if work.end == len(sequence.tokens) and not self._is_complete(sequence):
                 drawing.append(sequence)
-                at.append(first + work.end - work.start - 1)
+                at.append(part.stop - 1)
         if drawing:
-            self._draw(drawing, self.model.logits(y[torch.tensor(at)]))
-
-    def _rows(self, works: list[Work]) -> Rows:
-        rows = Rows.empty(sum(w.end - w.start for w in works))
-        first = 0
-        for work in works:
-            part = slice(first, first + work.end - work.start)
-            params = work.sequence.params
-            rows.tokens[part] = work.sequence.tokens[work.start : work.end]
-            rows.slots[part] = work.sequence.slot
-            rows.positions[part] = range(work.start, work.end)
-            rows.last_loop[part] = params.loops
-            rows.windows[part] = params.cache_window
-            if params.init_seed is not None:
-                rows.has_init_seed[part] = True
-                rows.init_seeds[part] = params.init_seed & (1 << 64) - 1
-            first = part.stop
-        rows.places[:] = rows.positions
-        return rows
+            self._draw(drawing, batch.logits(self.model, at))
 
     def _draw(self, sequences: list[Sequence], logits: Tensor) -> None:
         """The next token of each sequence from its row of logits."""

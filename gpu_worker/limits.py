@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import torch
@@ -21,11 +21,26 @@ from gpu_worker.model_config import ModelConfig
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import Run, WorkerLimits
 
-if TYPE_CHECKING:
-    from gpu_worker.engine import EngineOptions
-
 MEMORY_SHARE = 0.25  # of the free memory, for the KV pool when its size is not given
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine runs; see the settings of the same names. `num_blocks` 0: as many as memory and `max_rows` suggest."""
+
+    device: str = "cpu"
+    kv_format: str = "fp32"
+    kv_share: str = "per_loop"
+    num_blocks: int = 0
+    max_rows: int = 64
+    prefill_chunk: int = 256
+    max_seq_len: int = 0
+    threads: int = 1
+    build_dir: str = ""
+    h_mode_fp16_attn_qkv: bool = False
+    commit: str | None = None
+    hf_home: str = ""
 
 
 def resolve(config: ModelConfig, options: EngineOptions) -> EngineOptions:

@@ -5,6 +5,7 @@ A plain container that the engine fills and the model runs. Rows of one sequence
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -34,8 +35,9 @@ class Rows:
         row_map, map_base: see `Paging`; -1 for rows that read the plain table.
         init_seeds: uint64 seeds of the initial state, for models that have one.
         has_init_seed: bool.
+        is_warm: bool, rows at loop 1 that start from the state that they bring.
         maps: (num_maps, width) places by position, for rows with a `row_map`.
-        states, embedded: (n, d) fp32 where any `first_loop` > 1: the state before that loop and the prelude's output.
+        states, embedded: (n, d) fp32 where any `first_loop` > 1 or `is_warm`: the state before that loop and the prelude's output.
     """
 
     tokens: NDArray[np.int64]
@@ -49,6 +51,7 @@ class Rows:
     map_base: Ints
     init_seeds: NDArray[np.uint64]
     has_init_seed: NDArray[np.bool_]
+    is_warm: NDArray[np.bool_]
     maps: Ints
     states: Tensor | None = None
     embedded: Tensor | None = None
@@ -62,11 +65,39 @@ class Rows:
 
         return Rows(
             np.zeros(n, dtype=np.int64), zeros(), zeros(), zeros(), np.ones(n, dtype=np.int32), np.ones(n, dtype=np.int32),
-            zeros(), np.full(n, -1, dtype=np.int32), zeros(), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.bool_), NO_MAPS,
+            zeros(), np.full(n, -1, dtype=np.int32), zeros(), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.bool_),
+            np.zeros(n, dtype=np.bool_), NO_MAPS,
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @staticmethod
+    def join(parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, in that order. Parts with maps keep them, renumbered; so do parts with states."""
+        if len(parts) == 1:
+            return parts[0]
+        joined = {}
+        for f in fields(Rows):
+            if f.name not in ("maps", "states", "embedded"):
+                joined[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
+        rows = Rows(**joined, maps=NO_MAPS)
+        width = max(part.maps.shape[1] for part in parts)
+        first, num_maps = 0, 0
+        maps = []
+        for part in parts:
+            if len(part.maps):
+                here = slice(first, first + len(part))
+                rows.row_map[here] = np.where(part.row_map >= 0, part.row_map + num_maps, -1)
+                maps.append(np.pad(part.maps, ((0, 0), (0, width - part.maps.shape[1]))))
+                num_maps += len(part.maps)
+            first += len(part)
+        if maps:
+            rows.maps = np.concatenate(maps)
+        if any(part.states is not None for part in parts):
+            rows.states = _join_brought([(len(p), p.states) for p in parts])
+            rows.embedded = _join_brought([(len(p), p.embedded) for p in parts])
+        return rows
 
     def select(self, indices: NDArray[np.intp]) -> Rows:
         """The rows at `indices`, in that order."""
@@ -95,3 +126,9 @@ class Rows:
             block_tables=block_tables,
             tiles=tensor(make_tiles(self.slots, tables, TILE_ROWS)),
         )
+
+
+def _join_brought(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
+    """(n, d) of what the parts bring, zeros for those that bring nothing."""
+    width = next(tensor.shape[1] for _, tensor in parts if tensor is not None)
+    return torch.cat([torch.zeros(n, width) if tensor is None else tensor for n, tensor in parts])

@@ -48,10 +48,10 @@ def set_threads(num_threads: int) -> None:
 
 def split(kernel: Callable[..., Any], total: int, *args: Any) -> None:
     """Runs kernel(low, high, *args) over [0, total), in equal parts on all threads."""
-    parts = min(_num_threads, total)
-    if _pool is None or parts <= 1:
+    if _pool is None or total <= 1:
         kernel(0, total, *args)
         return
+    parts = min(_num_threads, total)
     bounds = [total * i // parts for i in range(parts + 1)]
     futures = [
         _pool.submit(kernel, low, high, *args)
@@ -81,9 +81,8 @@ def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
     padded = torch.zeros(panels * PANEL)
     if scale is not None:
         padded[:num_out] = scale
-    return Packed(
-        data, num_out, num_in, None if bias is None else bias.float().contiguous(), padded
-    )
+    bias = None if bias is None else bias.float().contiguous()
+    return Packed(data, num_out, num_in, bias, padded, (data.numpy(), padded.numpy()))
 
 
 _RAW = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
@@ -108,15 +107,8 @@ def linear_add(x: Tensor, weight: Packed, y: Tensor) -> None:
 
 
 def _multiply(x: Tensor, weight: Packed, y: Tensor) -> None:
-    assert weight.scale is not None
-    split(
-        _product,
-        weight.data.shape[0],
-        x.numpy(),
-        weight.data.numpy(),
-        weight.scale.numpy(),
-        y.numpy(),
-    )
+    data, scale = weight.arrays
+    split(_product, data.shape[0], x.numpy(), data, scale, y.numpy())
 
 
 @njit(nogil=True, cache=True)
@@ -345,7 +337,7 @@ def store_kv(
     """Writes each row's K and V, from qkv (n, (H + 2 Hkv) Dh), to the row's place in layer `layer` of its block."""
     arrays = _arrays(paging)
     split(
-        cpu_attention.store, qkv.shape[0], qkv.numpy(), heads[0], heads[2], cache.keys.numpy(), cache.values.numpy(), layer,
+        cpu_attention.store, qkv.shape[0], qkv.numpy(), heads[0], heads[2], *_stored(cache), layer,
         arrays.slots, arrays.tables, arrays.places, arrays.block_tables,
     )  # fmt: skip
 
@@ -367,11 +359,17 @@ def attention(
     out = torch.empty(qkv.shape[0], num_heads * dim)
     a = _arrays(paging)
     split(
-        cpu_attention.attend, (a.tiles.shape[0] - 1) * num_kv, qkv.numpy(), num_heads, num_kv, dim, cache.keys.numpy(),
-        cache.values.numpy(), layer, _NONE1 if slopes is None else slopes.numpy(), a.tiles, a.slots, a.tables, a.positions,
+        cpu_attention.attend, (a.tiles.shape[0] - 1) * num_kv, qkv.numpy(), num_heads, num_kv, dim, *_stored(cache),
+        layer, _NONE1 if slopes is None else slopes.numpy(), a.tiles, a.slots, a.tables, a.positions,
         a.windows, a.row_map, a.map_base, a.maps, a.block_tables, out.numpy(),
     )  # fmt: skip
     return out
+
+
+def _stored(cache: PagedCache) -> Any:
+    if cache.arrays is None:
+        cache.arrays = (cache.keys.numpy(), cache.values.numpy())
+    return cache.arrays
 
 
 class _Arrays:

@@ -23,9 +23,10 @@ class Packed:
     num_in: int
     bias: Tensor | None
     scale: Tensor | None = None  # fp32, one per output, of int8 weights
+    arrays: Any = field(default=None, repr=False)  # a backend's own form of the above
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PagedCache:
     """K and V of all blocks of the pool.
 
@@ -37,6 +38,7 @@ class PagedCache:
 
     keys: Tensor
     values: Tensor
+    arrays: Any = field(default=None, repr=False)  # a backend's own form of the above, made once
 
 
 @dataclass(slots=True)
