@@ -164,6 +164,7 @@ def load(path: str | Path, verify: bool = False) -> Artifact:
     for name in file.entries:
         if not name.startswith("blob."):
             check_finite(name, file.tensor(name), sample=True)
+            file.release_pages(name)
     _check_blobs(
         config,
         {n: (e.dtype, e.end - e.begin) for n, e in file.entries.items() if n.startswith("blob.")},

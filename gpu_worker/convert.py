@@ -11,10 +11,12 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from gpu_worker import artifact, convert_families, selfcheck
@@ -65,11 +67,10 @@ def convert(source: str | Path, out: str | Path, options: Options = Options()) -
     check(plan.config)
     blobs = dict(texts.blobs)
     makers = plan.makers(weights)
-    with tqdm(
-        total=3, disable=not options.progress, desc="self-check", bar_format="{desc}: {elapsed}"
-    ) as bar:
-        blobs["probe.json"] = selfcheck.make(plan.config, selfcheck.StoredForm(plan.config, makers))
-        bar.update(3)
+    with tqdm(disable=not options.progress, desc="self-check", unit=" tensors") as bar:
+        counted = {name: _counted(make, bar) for name, make in makers.items()}
+        stored = selfcheck.StoredForm(plan.config, counted)
+        blobs["probe.json"] = selfcheck.make(plan.config, stored)
     origin = {"family": plan.family, "from": source.resolve().name, "converter": CONVERTER}
     draft = out.with_name(f".{out.name}.converting")
     try:
@@ -138,7 +139,7 @@ def _decide(
         config.exit, min_loops=min(config.exit.min_loops, max(1, loop.default))
     )
     exact = plan.widest_dtype(weights)
-    dtype = exact if options.dtype == "auto" else options.dtype
+    dtype: Any = exact if options.dtype == "auto" else options.dtype
     if exact != dtype and dtype != "fp32":
         plan.notes.append(f"weights rounded from {exact} to {dtype}")
     plan.config = dataclasses.replace(
@@ -151,6 +152,14 @@ def _decide(
     )
     if "tokenizer.json" not in texts.blobs:
         plan.notes.append("no tokenizer in the source: the artifact serves token ids only")
+
+
+def _counted(make: Callable[[], Tensor], bar: Any) -> Callable[[], Tensor]:
+    def counted() -> Tensor:
+        bar.update()
+        return make()
+
+    return counted
 
 
 def _size(weights: WeightSource, plan: Plan) -> int:

@@ -366,8 +366,6 @@ def _check_tied_copy(source: WeightSource, head: str, embedding: str) -> None:
             f"the head is tied, but `{head}` differs from `{embedding}`",
             "set tie_word_embeddings to false if the head is its own",
         )
-    source.release(head)
-    source.release(embedding)
 
 
 def _rotary_buffers(source: WeightSource) -> set[str]:

@@ -99,9 +99,10 @@ class GgufFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        values = torch.from_numpy(
-            np.array(self._dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        found = np.ascontiguousarray(
+            self._dequantize(tensor.data, tensor.tensor_type), dtype=np.float32
         )
+        values = torch.from_numpy(found if found.flags.writeable else found.copy())
         values = values.reshape(self.shape(name))
         if _PERMUTED[self.architecture] and ".self_attn." in name:
             if ".q_proj." in name:
@@ -109,9 +110,6 @@ class GgufFile:
             if ".k_proj." in name:
                 return _unpermute(values, self._kv_heads())
         return values
-
-    def release(self, name: str) -> None:
-        """Nothing to do: the library owns the file's map."""
 
     def config(self) -> SourceConfig:
         """The metadata as the config.json that the model would have.

@@ -87,12 +87,7 @@ class Plan:
 
 
 def _maker(source: WeightSource, part: Part, shape: Shape) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        weight = source.tensor(part.source)[part.begin : part.end].reshape(shape).clone()
-        source.release(part.source)
-        return weight
-
-    return make
+    return lambda: source.tensor(part.source)[part.begin : part.end].reshape(shape)
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -1,6 +1,6 @@
 """A checkpoint folder as the converters see it: its configuration with named faults, and its tensors one at a time.
 
-Safetensors only, single or sharded, memory-mapped; a tensor's pages are given back after use, so memory stays small.
+Safetensors only, single or sharded, memory-mapped; a tensor's pages are given back when the next is read, so memory stays small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def tensor(self, name: str) -> torch.Tensor: ...
-    def release(self, name: str) -> None: ...
 
 
 class SafetensorsFolder:
@@ -38,6 +37,7 @@ class SafetensorsFolder:
             ArtifactError: TL020 or a fault of one of the files.
         """
         self._files: dict[str, SafetensorsFile] = {}
+        self._last = ""
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.exists():
@@ -79,10 +79,11 @@ class SafetensorsFolder:
         return self._files[name].entries[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, without copy. The one read before gives its memory back (and would be read from disk again if used)."""
+        if self._last and self._last != name:
+            self._files[self._last].release_pages(self._last)
+        self._last = name
         return self._files[name].tensor(name)
-
-    def release(self, name: str) -> None:
-        self._files[name].release_pages(name)
 
 
 class SourceConfig:

@@ -15,7 +15,7 @@ import torch
 from gpu_worker import naive
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.model_config import ModelConfig
-from gpu_worker.quantise import dequantise_rows, quantise_rows, row_scales
+from gpu_worker.quantise import stored_values
 from gpu_worker.tensor_table import check_finite, storage_dtype
 
 if TYPE_CHECKING:
@@ -42,13 +42,9 @@ class StoredForm(Mapping[str, torch.Tensor]):
         given = self._make[name]
         weight = given if isinstance(given, torch.Tensor) else given()
         dtype = storage_dtype(self._config, name)
-        if dtype is not torch.int8:
-            weight = weight.to(dtype)
-        check_finite(name, weight, sample=False)
-        if dtype is not torch.int8:
-            return weight.float()
-        scales = row_scales(weight)
-        return dequantise_rows(quantise_rows(weight, scales), scales)
+        values = weight if weight.dtype == dtype == torch.float32 else stored_values(weight, dtype)
+        check_finite(name, values, sample=False)
+        return values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._make)
