@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_dense, cpu_sampling
+from kernels import cpu_attention, cpu_dense, cpu_exits, cpu_sampling
 from kernels.cpu_dense import PANEL
 from kernels.layout import Packed, PagedCache, Paging
 

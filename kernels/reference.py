@@ -189,3 +189,14 @@ def log_probabilities(
     logprobs = logits.log_softmax(-1)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_top]
     return logprobs.gather(1, chosen[:, None])[:, 0], order, logprobs.gather(1, order)
+
+
+def relative_change(before: Tensor, after: Tensor) -> Tensor:
+    """|after - before| / |after| of each row, fp64 (n,)."""
+    return (after.double() - before.double()).norm(dim=-1) / after.double().norm(dim=-1)
+
+
+def divergence(before: Tensor, after: Tensor) -> Tensor:
+    """KL(softmax(before) || softmax(after)) of each row, fp64 (n,)."""
+    p, q = before.double().log_softmax(-1), after.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
