@@ -15,12 +15,13 @@ import pytest
 import zmq
 
 from gpu_worker import artifact as artifacts
-from gpu_worker.__main__ import pick_gpu, warm_up
+from gpu_worker import worker as worker_module
+from gpu_worker.__main__ import load, pick_gpu, warm_up
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.instant_engine import InstantEngine, instant_tokens
 from gpu_worker.worker import Loaded, Worker
 from scheduler import transport
-from scheduler.config import Settings
+from scheduler.config import BadSetting, Settings
 from scheduler.messages import (
     FROM_WORKER,
     Abort,
@@ -183,8 +184,12 @@ def test_registers_with_card_and_limits_until_answered(
 
 
 def test_refused_worker_beats_the_reason_and_asks_again(
-    scheduler: ScriptedScheduler, settings: Settings, toy: Path
+    scheduler: ScriptedScheduler,
+    settings: Settings,
+    toy: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(worker_module, "REFUSED_S", 1.0)
     with Running(settings, toy) as running:
         scheduler.receive(Register)
         scheduler.send(Registered(scheduler.epoch, "its artifact is another"))
@@ -213,8 +218,12 @@ def test_beats_loading_while_the_engine_loads(
 
 
 def test_faulty_artifact_is_reported_steadily_and_tried_again(
-    scheduler: ScriptedScheduler, settings: Settings, toy: Path
+    scheduler: ScriptedScheduler,
+    settings: Settings,
+    toy: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(worker_module, "RETRY_FIRST_S", 0.6)
     attempts: list[float] = []
     running = Running(settings, toy)
 
@@ -232,8 +241,8 @@ def test_faulty_artifact_is_reported_steadily_and_tried_again(
         while len(attempts) < 3:
             beat = scheduler.receive_beat(lambda b: True)
             states.append((beat.state, beat.reason))
-        assert set(states[:-1]) == {("failed", line)} and len(states) > 3
-        assert attempts[1] - attempts[0] > 0.9 and attempts[2] - attempts[1] > 1.8
+        assert set(states[:-1]) == {("failed", line)} and len(states) >= 3
+        assert attempts[1] - attempts[0] > 0.5 and attempts[2] - attempts[1] > 1.1
         scheduler.take_in()
         scheduler.receive_beat(lambda b: b.state == "ready")
 
@@ -342,7 +351,7 @@ def test_restarted_scheduler_gets_the_registration_at_once(settings: Settings, t
         second = ScriptedScheduler(context, settings, epoch=2)
         began = time.monotonic()
         second.take_in()
-        assert time.monotonic() - began < 1.5  # and not only after the 3 s of silence
+        assert time.monotonic() - began < 2.5  # and not only after the 3 s of silence
         second.run(9, max_tokens=1)
         assert second.outputs_until_end(9)[0].first_index == 0
 
@@ -522,10 +531,28 @@ def test_process_with_a_faulty_artifact_beats_the_line(
 
 
 @pytest.mark.parametrize(
+    ("named", "line"),
+    [
+        (
+            {"max_seq_len": 1_000_000},
+            "TINYLOOP_MAX_SEQ_LEN=1000000: expected at most the artifact's",
+        ),
+        ({"fault": "nonsense"}, "TINYLOOP_FAULT=nonsense: expected one of instant_worker"),
+        ({"kv_h_mode": True, "kv_format": "fp16"}, ""),
+    ],
+)
+def test_setting_that_the_artifact_refuses_is_named(
+    toy: Path, named: dict[str, Any], line: str
+) -> None:
+    settings = Settings(model_path=str(toy), device="cpu", **named)
+    with pytest.raises(BadSetting if line else ArtifactError) as ex:
+        load(settings)
+    assert line in str(ex.value)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("TINYLOOP_MAX_SEQ_LEN", "1000000", "at most the artifact's"),
-        ("TINYLOOP_FAULT", "nonsense", "one of instant_worker"),
         ("TINYLOOP_DEVICE", "cuda", "no usable GPU"),
         ("TINYLOOP_BEATS_ADDR", "tcp://0.0.0.0:7777", "TINYLOOP_CURVE_DIR"),
     ],
@@ -535,6 +562,6 @@ def test_bad_setting_ends_with_78_and_one_line(
 ) -> None:
     environ = {"TINYLOOP_MODEL_PATH": str(toy), "CUDA_VISIBLE_DEVICES": "", name: value}
     process = start_process(settings, **environ)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 78
     assert line in errors and name in errors and "Traceback" not in errors
