@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.25
 SILENCE_S = 3.0  # nothing heard for so long: the engine counts as down
 REPEAT_S = 0.25  # an unanswered submit is sent again
+REASK_S = 0.05  # a gap is asked for at once, but not again with every frame until it is closed
 ANSWER_S = 2.0  # and given up after this
 FINISH_S = 2.0  # a finished sequence's last event is awaited for so long
 GIVE_UP_S = 30.0  # a running request whose scheduler stays away, or stays without its model, fails after this
@@ -80,6 +81,7 @@ class Client:
         self._epoch = 0
         self._welcomed_epoch: int | None = None
         self._heard_at = clock()
+        self._asked_at = 0.0
         self._live: dict[int, Delivery] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
@@ -315,7 +317,8 @@ class Client:
                 delivery.accept(self.card_digest)
                 has_gap |= not delivery.take(event)
                 self._forget_if_over(delivery)
-        if has_gap:
+        if has_gap and self._clock() - self._asked_at >= REASK_S:
+            self._asked_at = self._clock()
             self._send_beat()  # asks for what is missing; if this is lost too, the next beat asks again
 
     def _take_welcome(self, message: Welcome) -> None:
