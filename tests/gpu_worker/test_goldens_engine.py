@@ -87,3 +87,15 @@ def test_llama_family(folder: Path, name: str) -> None:
     for row, got in enumerate(run_prompts(engine, expected["input_ids"].tolist(), loops=1)):
         assert_logits(got, expected["logits"][row])
         assert got.tokens == expected["greedy_ids"][row].tolist()
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1.0])
+def test_ouro_with_its_exit_gate(folder: Path, threshold: float) -> None:
+    """Upstream computes all loops of all positions and reads each token at its exit loop: `exit_kv` complete. 1.0 is off."""
+    expected = load_file(GOLDENS / "ouro-tiny" / "expected.safetensors")
+    engine = make_engine(folder, "ouro-tiny")
+    exits = {"exit_kind": "gate", "exit_threshold": threshold, "exit_kv": "complete", "loops": 4}
+    want = expected["greedy_ids.q0.5" if threshold < 1 else "greedy_ids.loops4"].tolist()
+    assert want != expected["greedy_ids.loops2"].tolist()
+    for row, got in enumerate(run_prompts(engine, expected["input_ids"].tolist(), **exits)):
+        assert got.tokens == want[row]

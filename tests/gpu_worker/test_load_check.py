@@ -1,0 +1,71 @@
+"""The self-check through the real engine: right for every kind of model, and it catches weights that are not where they belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker import artifact, load_check, naive
+from gpu_worker.artifact_errors import ArtifactError
+from gpu_worker.convert import convert
+from gpu_worker.engine import Engine, EngineOptions
+from scripts.make_toy_artifact import VARIANTS, make
+from tests.gpu_worker.engine_helpers import collect, make_run
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+
+
+def engine_on(path: Path) -> Engine:
+    return Engine(artifact.load(path), EngineOptions(max_rows=4, num_blocks=200, max_seq_len=128))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_model_passes(tmp_path: Path, variant: str) -> None:
+    engine = engine_on(make(tmp_path / "a.tinyloop", variant=variant))
+    deviation = load_check.check(engine)
+    assert deviation is not None and deviation < 1e-3
+    assert engine.cache.pool.num_used == 0
+    tokens = [5, 9, 200, 41, 3]
+    want = naive.forward(
+        engine.artifact.config, engine.artifact.tensors(dequantise=True), tokens, 1
+    )
+    torch.testing.assert_close(load_check.logits(engine, tokens, 1), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        ("ouro-tiny", (".mlp.gate.", ".mlp.up.")),
+        ("ouro-tiny", (".norm2.", ".norm4.")),
+        ("huginn-tiny", (".norm1.", ".norm2.")),
+        ("llama-tiny", (".norm1.", ".norm3.")),
+    ],
+)
+def test_swapped_weights_are_caught_at_load(
+    tmp_path: Path, name: str, pair: tuple[str, str]
+) -> None:
+    convert(GOLDENS / name, tmp_path / "a.tinyloop")
+    good = artifact.load(tmp_path / "a.tinyloop")
+    first, second = pair
+    swapped = {
+        n.replace(first, second) if first in n else n.replace(second, first): w
+        for n, w in good.tensors().items()
+    }
+    artifact.write(
+        tmp_path / "b.tinyloop",
+        good.config,
+        swapped,
+        {"probe.json": good.blob("probe.json") or b""},
+    )
+    with pytest.raises(ArtifactError, match="TL015"):
+        load_check.check(engine_on(tmp_path / "b.tinyloop"))
+
+
+def test_the_engine_serves_as_before_after_it(tmp_path: Path) -> None:
+    path = make(tmp_path / "a.tinyloop", variant="huginn")
+    checked, plain = engine_on(path), engine_on(path)
+    load_check.check(checked)
+    run = make_run(1, [7, 8, 9], loops=3, max_tokens=12)
+    assert collect(checked, [run])[1].tokens == collect(plain, [run])[1].tokens
