@@ -111,7 +111,7 @@ class Sampling:
 
     def key(self, position: int) -> int:
         """The 64-bit noise key of the token at an absolute position."""
-        return _mix(self._seed_key ^ _mix(position))
+        return _mix(self._seed_key + position)
 
 
 @dataclass(frozen=True, slots=True)
