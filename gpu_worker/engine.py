@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_worker import limits, sampler
 from gpu_worker.artifact import Artifact, model_card
 from gpu_worker.batch import Batch, Work
+from gpu_worker.exits import is_sequential
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
@@ -89,6 +90,7 @@ class Engine:
             "prompt_tokens": 0,
             "preemptions": 0,
             "core_loops": 0,
+            "exit_head_reads": 0,
         }
 
     # ---------------------------------------------------------------------------------------------------------- the face
@@ -110,7 +112,7 @@ class Engine:
 
     def add(self, run: Run) -> None:
         """Takes a sequence; a run that this engine cannot do ends with an `error` at the next step."""
-        refusal = limits.refusal(run, self.limits)
+        refusal = limits.refusal(run, self.limits, self.artifact.config)
         if refusal is not None:
             self._result.outputs.append(_error(run, *refusal))
         else:
@@ -176,7 +178,8 @@ class Engine:
     def _start_waiting(self) -> None:
         while self._waiting and len(self._running) < self.options.max_rows:
             run = self._waiting.pop(0)
-            sequence = Sequence(run, self.cache.open(run.params.loops))
+            slot = self.cache.open(run.params.loops)
+            sequence = Sequence(run, slot, is_sequential(run.params, self.model.has_coda))
             self._running.append(sequence)
             self._adopt_prefix(sequence)
 
@@ -262,6 +265,7 @@ class Engine:
         self._result.num_rows = len(batch.rows)
         self._result.core_passes = batch.core_passes
         self._totals["core_passes"] += batch.core_passes
+        self._totals["exit_head_reads"] += batch.num_head_reads
         drawing, at = [], []
         for work, part in batch.parts():
             sequence = work.sequence
@@ -273,6 +277,7 @@ class Engine:
             if work.end == len(sequence.tokens) and not self._is_complete(sequence):
                 drawing.append(sequence)
                 at.append(part.stop - 1)
+                sequence.core_loops += int(batch.computed_loops[part.stop - 1])
         if drawing:
             self._draw(drawing, batch.logits(self.model, at))
 
@@ -288,7 +293,6 @@ class Engine:
             found = sampler.log_probabilities(ops, part, [tokens[i] for i in scored], num_top)
             logprobs = dict(zip(scored, found, strict=True))
         for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            sequence.core_loops += sequence.params.loops
             reason = sequence.append(token)
             self._report(sequence, [token], [logprobs[i]] if i in logprobs else [], reason)
             if reason:

@@ -171,6 +171,14 @@ class KVCache:
         part[shared] = new
         self.pool.release(old)
 
+    def copy_loop(self, slot: int, place: int, loop: int, last_loop: int) -> None:
+        """Writes the K and V of one place at `loop` into the same place of the loops after it, up to `last_loop`."""
+        block, offset = place // BLOCK_SIZE, place % BLOCK_SIZE
+        first = self.num_extra_tables + loop - 1
+        source, *others = self._tables[slot, first : first + last_loop - loop + 1, block].tolist()
+        self.paged.keys[others, ..., offset] = self.paged.keys[source, ..., offset]
+        self.paged.values[others, :, :, offset] = self.paged.values[source, :, :, offset]
+
     def _height(self, slot: int) -> int:
         return self.num_extra_tables + int(self._num_loops[slot])
 

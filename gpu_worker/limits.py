@@ -15,6 +15,7 @@ import numba
 import torch
 
 from gpu_worker.artifact_errors import ArtifactError
+from gpu_worker.exits import is_sequential
 from gpu_worker.kv_cache import block_bytes, extra_tables
 from gpu_worker.kv_sizes import mode_name, unusable_reason
 from gpu_worker.model_config import ModelConfig
@@ -96,7 +97,7 @@ def worker_limits(config: ModelConfig, options: EngineOptions) -> WorkerLimits:
         has_coda=config.stages.coda > 0,
         has_injection=config.loop.inject != "none",
         has_init_seed=config.loop.state_init.kind == "normal",
-        exit_kinds=("none",),
+        exit_kinds=("none", "latent", "kl") + ("gate",) * (config.exit.kind == "gate"),
         kv_modes=(mode_name(options.kv_format, options.kv_share),),
     )
 
@@ -127,7 +128,7 @@ def numerics_id(config: ModelConfig, options: EngineOptions) -> str:
     )
 
 
-def refusal(run: Run, limits: WorkerLimits) -> tuple[str, str] | None:
+def refusal(run: Run, limits: WorkerLimits, config: ModelConfig) -> tuple[str, str] | None:
     """Code and message of why a run cannot be done here, None if it can. The scheduler has checked most of it before."""
     params = run.params
     tokens = (*run.prompt, *run.emitted)
@@ -154,10 +155,19 @@ def refusal(run: Run, limits: WorkerLimits) -> tuple[str, str] | None:
             "invalid_request",
             f"exit {params.exit_kind}, this worker has {', '.join(limits.exit_kinds)}",
         )
-    if params.warm_start and not limits.has_injection:
+    if not 1 <= params.min_loops <= params.loops:
+        return "invalid_request", f"min_loops {params.min_loops}, allowed: 1 to {params.loops}"
+    if params.exit_kv not in ("complete", "copy"):
+        return "invalid_request", f"exit_kv {params.exit_kv}, allowed: complete, copy"
+    if params.warm_start and (config.loop.inject == "none" or config.loop.warm_start == "off"):
         return (
             "invalid_request",
-            "warm start needs a model that injects the embeddings at each loop",
+            "warm start needs a model that injects the embeddings at each loop and was trained to start from carried states",
+        )
+    if params.speculation != "none" and is_sequential(params, limits.has_coda):
+        return (
+            "invalid_request",
+            "speculation needs tokens that can run side by side: not with warm start, nor with a KL exit before a coda",
         )
     if params.top_p <= 0 or params.repetition_penalty <= 0 or params.temperature < 0:
         return (

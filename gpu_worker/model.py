@@ -21,8 +21,10 @@ from gpu_worker.rows import Rows
 from gpu_worker.weights import Layer, Norm, pack_weights
 from kernels.layout import Packed, Paging
 
-# Told (indices of the rows that just ran, their loops, their new states); returns which of them leave, or None.
-AfterPass = Callable[[NDArray[np.intp], NDArray[np.int32], Tensor], "NDArray[np.bool_] | None"]
+# Told (indices of the rows that just ran, their loops, their states before and after); returns which of them leave, or None.
+AfterPass = Callable[
+    [NDArray[np.intp], NDArray[np.int32], Tensor, Tensor], "NDArray[np.bool_] | None"
+]
 
 
 class Model:
@@ -43,6 +45,11 @@ class Model:
         self.ops = kernels.backend(device)
         self.weights = pack_weights(config, tensors, self.ops)
         self.has_coda = config.stages.coda > 0
+        self._gate = (
+            None
+            if self.weights.exit_weight is None
+            else self.ops.pack(self.weights.exit_weight, self.weights.exit_bias)
+        )
         self._heads = (self.arch.n_heads, self.arch.n_kv_heads, self.arch.head_dim)
 
     # ------------------------------------------------------------------------------------------------------- the stages
@@ -68,13 +75,13 @@ class Model:
             state, inject = (
                 (states, embedded) if index is None else (states[index], embedded[index])
             )
-            state = self._loop(state, inject, part, loops, cache)
+            before, state = state, self._loop(state, inject, part, loops, cache)
             if index is None:
                 states = state
             else:
                 states[index] = state
             stays = loops < part.last_loop
-            leaves = after_pass(active, loops, state) if after_pass else None
+            leaves = after_pass(active, loops, before, state) if after_pass else None
             if leaves is not None:
                 stays &= ~leaves
             active, loops = active[stays], loops[stays] + 1
@@ -109,6 +116,20 @@ class Model:
     def final_norm(self, states: Tensor) -> Tensor:
         """The final norm of states (n, d): what the exit gate reads when the loop does not norm them itself."""
         return self._apply(self.weights.norm, states)
+
+    def gate(self, states: Tensor) -> Tensor:
+        """The exit gate's logits (n,) of states (n, d) as the loop left them."""
+        assert self._gate is not None, "a model without an exit gate"
+        normed = states if self.config.loop.norm_each else self.final_norm(states)
+        logits: Tensor = self.ops.linear(normed, self._gate)
+        return logits[:, 0]
+
+    def carried(self, states: Tensor) -> Tensor:
+        """What the next token starts from under warm start: the states themselves, or normed as the artifact says."""
+        loop = self.config.loop
+        if loop.warm_start == "raw" or loop.norm_each:
+            return states
+        return self._apply(self.weights.norm_core, states)
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
@@ -150,7 +171,7 @@ class Model:
                 )
                 states[torch.from_numpy(at)] = noise
         if rows.states is not None:
-            later = torch.from_numpy(np.flatnonzero(rows.first_loop > 1))
+            later = torch.from_numpy(np.flatnonzero((rows.first_loop > 1) | rows.is_warm))
             states[later] = rows.states[later]
         return states
 

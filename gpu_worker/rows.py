@@ -96,6 +96,7 @@ class Rows:
             rows.maps = np.concatenate(maps)
         if any(part.states is not None for part in parts):
             rows.states = _join_brought([(len(p), p.states) for p in parts])
+        if any(part.embedded is not None for part in parts):
             rows.embedded = _join_brought([(len(p), p.embedded) for p in parts])
         return rows
 

@@ -10,18 +10,26 @@ Owns no blocks and no tensors but what a token carries over to the next.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from gpu_worker.sampler import Draw, Sampling
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import Run, TokenLogprob
 
 
 class Sequence:
-    """See the module. `slot` is its place in the cache."""
+    """See the module. `slot` is its place in the cache.
 
-    def __init__(self, run: Run, slot: int) -> None:
+    `runs_singly`: generated tokens, and the prompt's last, run one at a time also where they are known, because each needs what
+    the one before left behind.
+    """
+
+    def __init__(self, run: Run, slot: int, runs_singly: bool = False) -> None:
         self.run = run
         self.params = run.params
         self.slot = slot
+        self.runs_singly = runs_singly
+        self.carried: Tensor | None = None  # the state (d,) that the next token starts from, under warm start
         self.tokens: list[int] = [*run.prompt, *run.emitted]
         self.num_prompt = len(run.prompt)
         self.num_computed = 0
@@ -48,9 +56,11 @@ class Sequence:
         """
         start = self.num_computed
         if not self.is_prefilling:
+            if self.runs_singly:
+                return min(start + 1, len(self.tokens))
             return min(len(self.tokens), (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
         if start + budget >= self.num_prompt:
-            return self.num_prompt
+            return max(self.num_prompt - self.runs_singly, start + 1)
         return max(start, (start + budget) // BLOCK_SIZE * BLOCK_SIZE)
 
     def draw(self) -> Draw:
