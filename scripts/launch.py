@@ -75,7 +75,7 @@ def stop_with_parent() -> None:
 
 def announce_when_ready(settings: Settings, honcho: subprocess.Popen[bytes]) -> None:
     """Follows /healthz until it says ok (or honcho has ended), showing each new reason why it does not yet."""
-    shown, ok_since = "", 0.0
+    shown, ok_since = {""}, 0.0
     while honcho.poll() is None:
         status, text = health(settings)
         ok_since = (ok_since or time.monotonic()) if status == 200 else 0.0
@@ -88,9 +88,9 @@ def announce_when_ready(settings: Settings, honcho: subprocess.Popen[bytes]) -> 
                 flush=True,
             )
             return
-        if status != 200 and text and text != shown:
+        if status != 200 and text not in shown:
             print(f"TinyLoop is not ready yet: {text}", flush=True)
-            shown = text
+            shown.add(text)
         time.sleep(POLL_S)
 
 
