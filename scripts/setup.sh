@@ -35,7 +35,7 @@ install_pinned() {
     local file
     for file in "$@"; do
         local options=()
-        case "$file" in *-data.txt) options=(--no-deps) ;; esac
+        case "$file" in *-nodeps.txt) options=(--no-deps) ;; esac
         "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check ${options[@]+"${options[@]}"} -r "$file" >&2 ||
             fail "Could not install $(basename "$file"); the lines above say why."
     done
@@ -55,7 +55,7 @@ ensure_venv() {
         "$base" -m venv --clear "$VENV" || fail "$base -m venv failed; on Debian: apt-get install python3-venv"
     fi
     install_pinned server "about 320 MB with a CPU build of torch (about 3 GB if pip's index has only the CUDA build)" \
-        "$ROOT/requirements.txt" "$ROOT/requirements-data.txt"
+        "$ROOT/requirements.txt" "$ROOT/requirements-nodeps.txt"
     local extra
     for extra in "$@"; do
         case "$extra" in

@@ -71,7 +71,7 @@ def test_it_installs_once_and_says_first_how_much(tree: Tree) -> None:
     first = tree.ensure_venv()
     assert first.stdout == "done\n"
     assert "about 320 MB" in first.stderr
-    assert tree.installed() == ["requirements.txt", "requirements-data.txt"]
+    assert tree.installed() == ["requirements.txt", "requirements-nodeps.txt"]
     second = tree.ensure_venv()
     assert second.stdout == "done\n" and second.stderr == ""
     assert tree.installed() == []
@@ -95,7 +95,7 @@ def test_a_failed_installation_is_named_and_tried_again(tree: Tree) -> None:
     failed = tree.ensure_venv(FAIL="1")
     assert failed.returncode == 1 and "Could not install requirements.txt" in failed.stderr
     assert tree.ensure_venv().returncode == 0
-    assert tree.installed() == ["requirements.txt", "requirements-data.txt"]
+    assert tree.installed() == ["requirements.txt", "requirements-nodeps.txt"]
 
 
 def test_without_a_python_it_says_what_is_needed(tmp_path: Path) -> None:
