@@ -19,10 +19,10 @@ from kernels.attention import AttentionLaunch, AttentionShape
 from kernels.compiler import Variant
 from kernels.launch import Library
 from kernels.layouts import RANKS, ProductShape
-from kernels.linear import HeadShape, Launch
+from kernels.linear import CLUSTERS, HeadShape, Launch
 
-CLUSTERS = 16  # clusters of 8 blocks: 128 of an H200's 132 multiprocessors
-_SHARE_BYTES = 112 * 1024  # a block's weights: two neighbouring kernels fit one multiprocessor
+_BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
+_SHARE_BYTES = 109 * 1024  # of those, weights
 NO_WINDOW = 1 << 30
 
 
@@ -76,30 +76,43 @@ CHECKED_SPECS = {
 
 
 def product_shape(n: int, k: int) -> ProductShape:
-    """How an (n, k) product is cut: even over 16 clusters, long chains halved."""
-    share = -(-n // (16 * CLUSTERS))
+    """How an (n, k) product is cut: runs of tiles that fit a block beside the next kernel's; long chains halved."""
+    tiles = -(-n // 16)
     sub_slices = 2 if k > 24 * 128 else 1
-    shape = ProductShape(n, k, share, sub_slices)
-    halves = -(-share * shape.tile_bytes // _SHARE_BYTES)
-    return ProductShape(n, k, -(-share // halves), sub_slices)
+    tile_bytes = ProductShape(n, k, 1, sub_slices).tile_bytes
+    # 30 clusters run at a time if two of their blocks fit a multiprocessor; all must, or there is a second wave.
+    most = max(2, _SHARE_BYTES // tile_bytes)
+    sizes = [size for size in range(2, most + 1, 2) if -(-tiles // size) <= 2 * CLUSTERS] or [most]
+    padded = {size: -(-tiles // size) * size for size in sizes}
+    best = min(padded.values())
+    group = min(size for size in sizes if padded[size] == best)
+    return ProductShape(n, k, group, sub_slices)
 
 
-def product_launch(shape: ProductShape, column_tiles: int, *, is_ring: bool = False) -> Launch:
-    """The launch for up to 8 x column_tiles rows."""
-    if is_ring:
-        stages = {1: 4, 2: 4, 4: 3, 8: 2}[column_tiles]
-        return Launch(shape, shape.group, 8, column_tiles, True, stages)
-    is_push = column_tiles <= 2
+def product_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
+    """The launch for up to 8 x column_tiles rows (one row has its own, with room for one)."""
     tiles = shape.group
-    # Many rows: one block a multiprocessor, so that x is staged once.
-    share = -(-shape.n // (16 * CLUSTERS))
-    if not is_push and share > tiles and share * shape.tile_bytes <= 200 * 1024:
-        tiles = share
+    max_rows = 1 if rows == 1 else 0
     chains = tiles * shape.sub_slices
-    if shape.sub_slices > 1:
-        return Launch(shape, tiles, chains, column_tiles, is_push)
-    num_warps = max(w for w in range(1, 10) if chains % w == 0)
-    return Launch(shape, tiles, num_warps, column_tiles, is_push)
+    num_warps = chains if shape.sub_slices > 1 else max(w for w in range(1, 11) if chains % w == 0)
+    if column_tiles <= 2:
+        push = Launch(shape, tiles, num_warps, column_tiles, True, 1, max_rows)
+        if push.shared_bytes <= _BLOCK_BYTES:
+            return push
+        return Launch(shape, tiles, num_warps, column_tiles, False)
+    if shape.num_tiles > 24 * CLUSTERS and shape.sub_slices == 1:
+        # Too much for one block each: rounds through a ring.
+        return Launch(shape, 9, 9, column_tiles, True, 2)
+    if tiles > 8 and shape.sub_slices == 1:
+        tiles = -(-shape.num_tiles // (2 * CLUSTERS)) * 2
+        return Launch(shape, tiles, tiles // 2, column_tiles, False)
+    return Launch(shape, tiles, num_warps, column_tiles, False)
+
+
+def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
+    """The head: rounds through a ring, on the whole device."""
+    stages = {1: 4, 2: 4, 4: 3, 8: 2}[column_tiles]
+    return Launch(shape, shape.group, 8, column_tiles, True, stages, 1 if rows == 1 else 0)
 
 
 def product_shapes(spec: DecodeSpec) -> dict[str, ProductShape]:
@@ -114,32 +127,46 @@ def product_shapes(spec: DecodeSpec) -> dict[str, ProductShape]:
     }
 
 
-def attention_launch(shape: AttentionShape, rows: int) -> AttentionLaunch:
-    """A cluster per (row, kv head) while there are few, else one block."""
-    if rows * shape.n_kv_heads <= 200:
-        return AttentionLaunch(shape, 8, 2, 4)
-    return AttentionLaunch(shape, 1, 4, 3)
+def attention_launch(
+    spec: DecodeSpec, rows: int, target: ProductShape, column_tiles: int
+) -> tuple[AttentionLaunch, int]:
+    """How the streams are spread for so many (row, kv head), and the blocks for each multiprocessor."""
+    shape, units = spec.attention, rows * spec.n_kv_heads
+    is_int4 = spec.kv_format == "int4"
+    if units <= 30:
+        return AttentionLaunch(shape, 8, 2, 4, target, column_tiles), 1
+    if units <= 132:
+        return AttentionLaunch(shape, 1, 8, 3, target, column_tiles), 1
+    if is_int4:
+        return AttentionLaunch(shape, 1, 4, 3, target, column_tiles), 3
+    return AttentionLaunch(shape, 1, 4, 3, target, column_tiles), 2
+
+
+def column_tiles_for(rows: int) -> int:
+    """Column tiles of 8 rows in one pass of a product: 1, 2, 4 or 8."""
+    return 1 << (min(8, -(-rows // 8)) - 1).bit_length()
 
 
 def step_kernels(
     spec: DecodeSpec, rows: int
 ) -> tuple[dict[str, Variant], dict[str, tuple[int, int]]]:
     """The kernels of a step of `rows` rows, and their grids."""
-    column_tiles = 1 << (min(8, -(-rows // 8)) - 1).bit_length()
+    column_tiles = column_tiles_for(rows)
+    shapes = product_shapes(spec)
     cut = {
-        name: product_launch(shape, column_tiles, is_ring=name == "head")
-        for name, shape in product_shapes(spec).items()
+        name: (head_launch if name == "head" else product_launch)(shape, column_tiles, rows)
+        for name, shape in shapes.items()
     }
-    attend = attention_launch(spec.attention, rows)
+    attend, blocks_per_sm = attention_launch(spec, rows, shapes["o"], column_tiles)
     angles = spec.head_dim // 2 if spec.is_rotary else 0
     variants = {
         "begin": step.begin_step(step.StepShape(spec.d_model, angles)),
         "qkv": linear.qkv_product("qkv", cut["qkv"], spec.heads),
-        "attention": attention.attention("attention", attend),
+        "attention": attention.attention("attention", attend, blocks_per_sm),
         "o": linear.residual_product("o", cut["o"]),
-        "gate_up": linear.gated_product("gate_up", cut["gate_up"]),
+        "gate_up": linear.gated_product("gate_up", cut["gate_up"], shapes["down"]),
         "down": linear.residual_product("down", cut["down"]),
-        "head": linear.store_product("head", cut["head"], is_normed=True),
+        "head": linear.store_product("head", cut["head"], "norm"),
     }
     chunks = -(-rows // (8 * column_tiles))
     grids = {name: (launch.clusters * RANKS, chunks) for name, launch in cut.items()}
@@ -239,8 +266,13 @@ class DecodeRunner:
         self.x = torch.zeros(rows, d, device=device)
         self.squares = torch.zeros(rows, d // 16, device=device)
         self.q = torch.zeros(rows, spec.n_heads * spec.head_dim, dtype=torch.half, device=device)
-        self.mixed = torch.zeros_like(self.q)
-        self.hidden = torch.zeros(rows, spec.d_ff, dtype=torch.half, device=device)
+        tiles = column_tiles_for(rows)
+        self.mixed, self.hidden = (
+            torch.zeros(
+                layouts.packed_size(rows, weights.shapes[name], tiles), dtype=torch.half, device=device
+            )
+            for name in ("o", "down")
+        )
         self.logits = torch.zeros(rows, spec.vocab, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.variants, self.grids = step_kernels(spec, rows)

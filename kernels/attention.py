@@ -65,6 +65,7 @@ from kernels.intrinsics import (
     unpack_half2,
     wide,
 )
+from kernels.layouts import ProductShape, packed_place
 
 STREAMS = 16
 _NEVER = -1.0e30  # the score of a masked position: finite, so that an empty stream merges as nothing
@@ -81,9 +82,14 @@ class AttentionShape:
     has_alibi: bool = False
 
     @property
+    def exact_parts(self) -> int:
+        """In how many chunks an fp16 block is fetched: half of them K's, the rest V's."""
+        return 8 if self.format == "int4" else 4
+
+    @property
     def chunk_bytes(self) -> int:
-        """A quarter of an fp16 block: 32 positions of K, or half the dims of V."""
-        return 64 * self.head_dim
+        """A chunk of an fp16 block: some positions of K, or some dims of V."""
+        return 256 * self.head_dim // self.exact_parts
 
     @property
     def stored_bytes(self) -> int:
@@ -93,17 +99,30 @@ class AttentionShape:
     @property
     def stored_head_bytes(self) -> int:
         """One block of one layer and kv head in its stored format."""
-        return 2 * self.stored_bytes if self.format == "int4" else 4 * self.chunk_bytes
+        return 2 * self.stored_bytes if self.format == "int4" else 256 * self.head_dim
+
+
+def _make_place(launch: AttentionLaunch) -> Any:
+    @traced("r")
+    def place(row: Any, column: Any) -> Any:
+        return packed_place(row, column, launch.target, launch.column_tiles)
+
+    return place
 
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """`cluster` blocks of `num_warps` share the 16 streams; each warp has a ring of `stages` chunks."""
+    """`cluster` blocks of `num_warps` share the 16 streams; each warp has a ring of `stages` chunks.
+
+    The output is fp16 in the order in which the product `target` reads `column_tiles` x 8 rows.
+    """
 
     shape: AttentionShape
     cluster: int
     num_warps: int
     stages: int
+    target: ProductShape
+    column_tiles: int
 
     @property
     def warp_streams(self) -> int:
@@ -146,17 +165,21 @@ def _make_load_query(shape: AttentionShape) -> Any:
 
 
 def _make_scores(shape: AttentionShape) -> Any:
-    steps = shape.head_dim // 16
+    steps, tiles = shape.head_dim // 16, 8 // shape.exact_parts
 
-    @traced("f" * 8)
-    def scores(chunk: Any, query: Any) -> Any:
-        """q.k of 32 positions: two tiles of 16."""
-        acc = [(0.0, 0.0, 0.0, 0.0)] * 2
+    @traced("f" * 16)
+    def scores(old: Any, chunk: Any, query: Any, part: Any) -> Any:
+        """q.k of a chunk's tiles of 16 positions, put into their place among those of the block."""
+        acc = [(0.0, 0.0, 0.0, 0.0)] * tiles
         for step in range(steps):
-            for tile in range(2):
+            for tile in range(tiles):
                 a = load_shared_128(chunk + (tile * steps + step) * 512)
                 acc[tile] = mma(*acc[tile], *a, query[2 * step], query[2 * step + 1])
-        return (*acc[0], *acc[1])
+        new = [value for values in acc for value in values]
+        is_here = [1 - (less(part, i) | less(i, part)) for i in range(4 // tiles)]
+        return tuple(
+            select(new[i % len(new)], value, is_here[i // len(new)]) for i, value in enumerate(old)
+        )
 
     return scores
 
@@ -251,17 +274,18 @@ def _make_softmax(shape: AttentionShape, is_stored: bool) -> Any:
     return softmax
 
 
-def _make_values(shape: AttentionShape, half: int) -> Any:
+def _make_values(shape: AttentionShape, part: int) -> Any:
     tiles = shape.head_dim // 16
+    count = 2 * tiles // shape.exact_parts
 
     @traced("f" * (4 * tiles))
     def values(out: Any, p: Any, chunk: Any) -> Any:
-        """Add p.v for half of the dims (out was corrected before)."""
+        """Add p.v for a chunk's dims (out was corrected before)."""
         new = list(out)
-        for tile in range(half * tiles // 2, (half + 1) * tiles // 2):
+        for tile in range(part * count, (part + 1) * count):
             acc = tuple(new[4 * tile : 4 * tile + 4])
             for step in range(4):
-                a = load_shared_128(chunk + ((tile - half * tiles // 2) * 4 + step) * 512)
+                a = load_shared_128(chunk + ((tile - part * count) * 4 + step) * 512)
                 acc = mma(*acc, *a, p[2 * step], p[2 * step + 1])
             new[4 * tile : 4 * tile + 4] = acc
         return tuple(new)
@@ -379,8 +403,13 @@ _ARGS = "lllllllllll" + "rrrrr"
 
 
 @traced("f" * 16)
-def _join(low: Any, high: Any) -> Any:
-    return (*low, *high)
+def _no_scores() -> Any:
+    return tuple(int_to_f32(0) for _ in range(16))
+
+
+@traced("r" * 8)
+def _no_weights() -> Any:
+    return (0,) * 8
 
 
 def _make_slopes(shape: AttentionShape) -> Any:
@@ -407,43 +436,48 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     stored_bytes = shape.stored_bytes if is_int4 else chunk_bytes
     stored_parts = 2 if is_int4 else 4
     scales_at = 32 * dim
-    exact_head_bytes, stored_head_bytes = 4 * chunk_bytes, shape.stored_head_bytes
+    parts = shape.exact_parts
+    exact_head_bytes, stored_head_bytes = parts * chunk_bytes, shape.stored_head_bytes
     results_at = launch.ring_bytes
     bars_at = results_at + STREAMS * group * launch.result_floats * 4
     owned, num_threads = dim // cluster, 32 * num_warps
     load_query, scores, correct = _make_load_query(shape), _make_scores(shape), _make_correct(shape)
-    values_low, values_high = _make_values(shape, 0), _make_values(shape, 1)
+    values = [_make_values(shape, part) for part in range(parts // 2)]
+    values_0, values_1, values_2, values_3 = (values + values)[:4]
     softmax, softmax_stored = _make_softmax(shape, False), _make_softmax(shape, True)
     scores_int4, values_int4 = _make_scores_int4(shape), _make_values_int4(shape)
     zeros, send, merge = _make_zeros(shape), _make_send(launch), _make_merge(launch)
-    load_slopes = _make_slopes(shape)
+    load_slopes, place = _make_slopes(shape), _make_place(launch)
 
-    @device_function
-    def block_of(turn: Any, per_stream: Any, first_stream: Any) -> Any:
-        # Turns go through one stream after the other; the last turns of a stream may have no block.
-        stream = quotient(turn, per_stream) if warp_streams > 1 else 0
-        return first_stream + stream + STREAMS * (turn - stream * per_stream)
+    shift = warp_streams.bit_length() - 1
 
     @device_function
     def fetch(
-        turn: Any, part: Any, loads: Any, entries: Any, used: Any, limit: Any, num_turns: Any,
-        per_stream: Any, first_stream: Any, own: Any, table: Any, exact: Any, stored: Any,
-        block_bytes: Any, ring: Any, bars: Any, lane: Any,
+        stream: Any, ordinal: Any, part: Any, loads: Any, entries: Any, page: Any, used: Any, limit: Any,
+        first_stream: Any, own: Any, table: Any, exact: Any, stored: Any, block_bytes: Any, ring: Any,
+        bars: Any, lane: Any,
     ) -> Any:  # fmt: skip
-        """Fill the ring with chunks of blocks before `limit`; (turn, part) is the next chunk."""
+        """Fill the ring with chunks of blocks before `limit`; (stream, ordinal, part) is the next chunk.
+
+        `entries` holds a page of the table over the lanes: 32 blocks of the warp's streams.
+        """
         is_blocked = False
-        while turn < num_turns and loads < used + stages and not is_blocked:
-            if part == 0 and turn & 31 == 0:
-                mine = block_of(turn + lane, per_stream, first_stream)
-                if turn + lane < num_turns and mine <= own:
-                    entries = load_i32(table + mine * 4)
-            block = block_of(turn, per_stream, first_stream)
-            entry = shuffle_from(entries, turn & 31)
+        while stream < warp_streams and loads < used + stages and not is_blocked:
+            block = first_stream + stream + STREAMS * ordinal
             if block > own:
-                turn += 1
+                stream += 1
+                ordinal = 0
             elif block >= limit:
                 is_blocked = True
             else:
+                if ordinal >> (5 - shift) != page:
+                    page = ordinal >> (5 - shift)
+                    mine = (page << (5 - shift)) + (lane >> shift)
+                    mine = first_stream + (lane & (warp_streams - 1)) + STREAMS * mine
+                    if mine <= own:
+                        entries = load_i32(table + mine * 4)
+                in_page = ordinal & ((32 >> shift) - 1)
+                entry = shuffle_from(entries, (in_page << shift) + stream)
                 is_exact = is_int4 and block == own
                 if lane == 0:
                     slot = remainder(loads, stages)
@@ -455,16 +489,10 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                     )
                 loads += 1
                 part += 1
-                if part == (4 if is_exact else stored_parts):
+                if part == (parts if is_exact else stored_parts):
                     part = 0
-                    turn += 1
-        return turn, part, loads, entries
-
-    @device_function
-    def arrived(used: Any, ring: Any, bars: Any) -> Any:
-        slot = remainder(used, stages)
-        mbarrier_wait(bars + slot * 8, quotient(used, stages) & 1)
-        return ring + slot * stage_bytes
+                    ordinal += 1
+        return stream, ordinal, part, loads, entries, page
 
     def kernel(
         q: Any, exact_cache: Any, exact_blocks: Any, exact_block_bytes: Any, stored_cache: Any,
@@ -499,18 +527,17 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         first_stream = (rank * num_warps + warp) * warp_streams
         per_stream = (own + STREAMS - first_stream) >> 4
         per_stream = per_stream if per_stream > 0 else 0
-        num_turns = per_stream * warp_streams
-        turn, part, loads, entries = fetch(
-            0, 0, 0, 0, 0, num_stable, num_turns, per_stream, first_stream, own, table, exact, stored,
-            stored_block_bytes, ring, bars, lane,
+        stream, ordinal, part, loads, entries, page = fetch(
+            0, 0, 0, 0, 0, -1, 0, num_stable, first_stream, own, table, exact, stored, stored_block_bytes,
+            ring, bars, lane,
         )  # fmt: skip
         grid_dependency_wait()
         fence_async()
         used = 0
         everything = 1 << 30
-        turn, part, loads, entries = fetch(
-            turn, part, loads, entries, used, everything, num_turns, per_stream, first_stream, own, table,
-            exact, stored, stored_block_bytes, ring, bars, lane,
+        stream, ordinal, part, loads, entries, page = fetch(
+            stream, ordinal, part, loads, entries, page, used, everything, first_stream, own, table, exact,
+            stored, stored_block_bytes, ring, bars, lane,
         )  # fmt: skip
         query = load_query(q + (row * n_kv + kv_head) * (group * dim * 2), lane)
         sums = _query_sums(query)
@@ -520,65 +547,49 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         for s in range(warp_streams):
             state = _start()
             total = zeros()
-            for ordinal in range(per_stream):
-                block = first_stream + s + STREAMS * ordinal
+            for turn in range(per_stream):
+                block = first_stream + s + STREAMS * turn
                 if block <= own:
-                    if is_int4 and block < own:
-                        chunk = arrived(used, ring, bars)
-                        shown = scores_int4(chunk + lane * 16, chunk + scales_at, query, sums, lane)
+                    is_stored = is_int4 and block < own
+                    shown, weights = _no_scores(), _no_weights()
+                    for i in range(stored_parts if is_stored else parts):
+                        slot = remainder(used, stages)
+                        mbarrier_wait(bars + slot * 8, quotient(used, stages) & 1)
+                        chunk = ring + slot * stage_bytes
+                        at = chunk + lane * 16
+                        if is_stored:
+                            if i == 0:
+                                shown = scores_int4(at, chunk + scales_at, query, sums, lane)
+                            else:
+                                step = softmax_stored(
+                                    shown, state, chunk + scales_at, block * 64, position, window, sinks,
+                                    slope, lane,
+                                )  # fmt: skip
+                                state = step[8:14]
+                                total = values_int4(correct(total, step[14], step[15]), step[0:8], at)
+                        elif i < parts // 2:
+                            shown = scores(shown, at, query, i)
+                            if i == parts // 2 - 1:
+                                step = softmax(
+                                    shown, state, 0, block * 64, position, window, sinks, slope, lane
+                                )
+                                weights = step[0:8]
+                                state = step[8:14]
+                                total = correct(total, step[14], step[15])
+                        elif i == parts // 2:
+                            total = values_0(total, weights, at)
+                        elif i == parts // 2 + 1:
+                            total = values_1(total, weights, at)
+                        elif i == parts // 2 + 2:
+                            total = values_2(total, weights, at)
+                        else:
+                            total = values_3(total, weights, at)
                         sync_warp()
                         used += 1
-                        turn, part, loads, entries = fetch(
-                            turn, part, loads, entries, used, everything, num_turns, per_stream,
-                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        stream, ordinal, part, loads, entries, page = fetch(
+                            stream, ordinal, part, loads, entries, page, used, everything, first_stream,
+                            own, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
-                        chunk = arrived(used, ring, bars)
-                        step = softmax_stored(
-                            shown, state, chunk + scales_at, block * 64, position, window, sinks, slope, lane
-                        )
-                        state = step[8:14]
-                        total = correct(total, step[14], step[15])
-                        total = values_int4(total, step[0:8], chunk + lane * 16)
-                        sync_warp()
-                        used += 1
-                    else:
-                        chunk = arrived(used, ring, bars)
-                        low = scores(chunk + lane * 16, query)
-                        sync_warp()
-                        used += 1
-                        turn, part, loads, entries = fetch(
-                            turn, part, loads, entries, used, everything, num_turns, per_stream,
-                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
-                        )  # fmt: skip
-                        chunk = arrived(used, ring, bars)
-                        high = scores(chunk + lane * 16, query)
-                        sync_warp()
-                        used += 1
-                        turn, part, loads, entries = fetch(
-                            turn, part, loads, entries, used, everything, num_turns, per_stream,
-                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
-                        )  # fmt: skip
-                        step = softmax(
-                            _join(low, high), state, 0, block * 64, position, window, sinks, slope, lane
-                        )
-                        state = step[8:14]
-                        total = correct(total, step[14], step[15])
-                        chunk = arrived(used, ring, bars)
-                        total = values_low(total, step[0:8], chunk + lane * 16)
-                        sync_warp()
-                        used += 1
-                        turn, part, loads, entries = fetch(
-                            turn, part, loads, entries, used, everything, num_turns, per_stream,
-                            first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
-                        )  # fmt: skip
-                        chunk = arrived(used, ring, bars)
-                        total = values_high(total, step[0:8], chunk + lane * 16)
-                        sync_warp()
-                        used += 1
-                    turn, part, loads, entries = fetch(
-                        turn, part, loads, entries, used, everything, num_turns, per_stream,
-                        first_stream, own, table, exact, stored, stored_block_bytes, ring, bars, lane,
-                    )  # fmt: skip
             send(total, state, first_stream + s, results, lane)
         if cluster > 1:
             cluster_arrive()
@@ -588,13 +599,13 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         for i in range(thread_id(), group * owned, num_threads):
             column, d = quotient(i, owned), remainder(i, owned)
             value = merge(results, column, d)
-            head = (row * n_kv + kv_head) * group + column
-            store_16_if(out + (wide(head) * dim + rank * owned + d) * 2, pack_half2(value, value), 1)
+            k = (kv_head * group + column) * dim + rank * owned + d
+            store_16_if(out + place(row, k) * 2, pack_half2(value, value), 1)
 
     return kernel
 
 
-def attention(name: str, launch: AttentionLaunch) -> Variant:
+def attention(name: str, launch: AttentionLaunch, blocks_per_sm: int = 1) -> Variant:
     """Decode attention over paged blocks.
 
     Kernel arguments: q fp16 (rows, heads, dim), already times log2(e)/sqrt(dim); the exact fp16 pool with its
@@ -602,14 +613,15 @@ def attention(name: str, launch: AttentionLaunch) -> Variant:
     the stored pool with its layer offset, bytes of a stored block; tables int32 (rows, max_loops, max_blocks);
     positions int32 (rows,), -1: no row (its output is 0); row_info int32 (rows, 2): how many leading blocks
     nothing in this step writes, and the row's loop before this step; slopes float32 (heads,) times log2(e);
-    out fp16 (rows, heads * dim); loop, max_loops, max_blocks, window (1 << 30: none), sinks.
+    out fp16, as the launch says; loop, max_loops, max_blocks, window (1 << 30: none), sinks.
     """
     return Variant(
-        name=f"{name}_{launch.shape.format}_c{launch.cluster}w{launch.num_warps}",
+        name=f"{name}_{launch.shape.format}_c{launch.cluster}w{launch.num_warps}s{launch.stages}b{blocks_per_sm}",
         function=_make_kernel(launch),
         args=_ARGS,
         num_threads=32 * launch.num_warps,
+        blocks_per_sm=blocks_per_sm,
         cluster=launch.cluster,
         shared_bytes=launch.shared_bytes,
-        constants=(launch,),
+        constants=(launch, blocks_per_sm),
     )

@@ -36,6 +36,8 @@ class Variant:
     num_threads: int
     cluster: int = 1
     shared_bytes: int = 0
+    # Blocks that should fit a multiprocessor: what limits the registers.
+    blocks_per_sm: int = 1
     # Values that the source does not show (what a factory closed over); part of the cache key.
     constants: tuple[Any, ...] = ()
 
@@ -86,7 +88,7 @@ def compile_ptx(variant: Variant) -> str:
 
 def _with_launch_bound(ptx: str, variant: Variant) -> str:
     """Tell the assembler how many threads there are, so that it can give each its share of registers."""
-    bound = f".maxntid {variant.num_threads}, 1, 1\n.minnctapersm 1\n"
+    bound = f".maxntid {variant.num_threads}, 1, 1\n.minnctapersm {variant.blocks_per_sm}\n"
     return re.sub(r"(\.visible \.entry[^{]*?\))\s*\{", rf"\1\n{bound}{{", ptx, count=1, flags=re.S)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from kernels.intrinsics import quotient, remainder
+
 RANKS = 8  # blocks of a cluster, each with one eighth of K
 BLOCK = 64  # positions of a cache block
 
@@ -108,6 +110,24 @@ def qkv_rows(
     ]
     rows = torch.cat(parts)
     return torch.nn.functional.pad(rows, (0, shape.num_tiles * 16 - rows.numel()), value=-1)
+
+
+def packed_place(row: Any, column: Any, shape: ProductShape, column_tiles: int) -> Any:
+    """Where fp16 activation (row, column) lies in the order in which `shape` reads it, in halves.
+
+    [chunk of 8 x column_tiles rows][rank][32 columns][column tile][lane][8]: one contiguous piece a block.
+    """
+    rows = 8 * column_tiles
+    chunk, in_chunk = quotient(row, rows), remainder(row, rows)
+    rank, in_slice = quotient(column, shape.k_slice), remainder(column, shape.k_slice)
+    piece = (chunk * RANKS + rank) * (shape.k_slice // 32) + (in_slice >> 5)
+    lane = (in_chunk & 7) * 4 + ((in_slice >> 3) & 3)
+    return ((piece * column_tiles + (in_chunk >> 3)) * 32 + lane) * 8 + (in_slice & 7)
+
+
+def packed_size(rows: int, shape: ProductShape, column_tiles: int) -> int:
+    """Halves of an activation buffer for `rows` rows."""
+    return -(-rows // (8 * column_tiles)) * 8 * column_tiles * RANKS * shape.k_slice
 
 
 # --- cache blocks ----------------------------------------------------------------------------------

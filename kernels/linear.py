@@ -25,6 +25,7 @@ from kernels.intrinsics import (
     cluster_rank,
     cluster_wait,
     exp2,
+    fence_async,
     fma,
     grid_dependency_launch,
     grid_dependency_wait,
@@ -67,8 +68,9 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
-from kernels.layouts import RANKS, ProductShape, key_place, value_place
+from kernels.layouts import RANKS, ProductShape, key_place, packed_place, value_place
 
+CLUSTERS = 15  # clusters of 8 blocks that an H200 runs at a time with one block a multiprocessor
 _PULL_ROW = 80  # bytes of 8 pairs, padded so that the stores meet no bank twice
 
 
@@ -79,7 +81,7 @@ class Launch:
     `tiles` is what a cluster holds at a time, `rounds` how often (1: everything is in flight from the start; else
     a ring of `stages`), `num_warps` divides the work, `column_tiles` is the batch in eights. `is_push`: partials
     are written to the owner's own memory (one cluster barrier); else they stay, over the spent weights, and the
-    owner fetches them (two barriers, less memory).
+    owner fetches them (two barriers, less memory). `max_rows` below a column tile saves room for them.
     """
 
     shape: ProductShape
@@ -88,10 +90,11 @@ class Launch:
     column_tiles: int
     is_push: bool
     stages: int = 1
+    max_rows: int = 0
 
     @property
     def clusters(self) -> int:
-        return self.shape.num_tiles // self.tiles if self.stages == 1 else 16
+        return -(-self.shape.num_tiles // self.tiles) if self.stages == 1 else CLUSTERS
 
     @property
     def rounds(self) -> int:
@@ -117,7 +120,7 @@ class Launch:
     @property
     def push_slots(self) -> int:
         """Pairs of 8 that one source sends to one owner."""
-        return -(-self.tiles * self.columns // RANKS)
+        return -(-self.tiles * (self.max_rows or self.columns) // RANKS)
 
     @property
     def partial_bytes(self) -> int:
@@ -129,7 +132,7 @@ class Launch:
 
     @property
     def shared_bytes(self) -> int:
-        return self.weight_bytes + self.x_bytes + self.partial_bytes + 8 * self.num_warps * self.stages
+        return self.weight_bytes + self.x_bytes + self.partial_bytes + 8 * self.num_warps * self.stages + 8
 
 
 def _check(launch: Launch) -> None:
@@ -137,8 +140,8 @@ def _check(launch: Launch) -> None:
     spread = launch.tiles * shape.sub_slices
     if spread % launch.num_warps or (shape.sub_slices > 1 and launch.warp_tiles != 1):
         raise ValueError(f"{spread} chains do not divide over {launch.num_warps} warps")
-    if launch.tiles % shape.group and shape.group % launch.tiles:
-        raise ValueError(f"{launch.tiles} tiles do not fit groups of {shape.group}")
+    if shape.group % launch.warp_tiles or launch.tiles % launch.warp_tiles:
+        raise ValueError(f"{launch.warp_tiles} tiles a warp do not fit groups of {shape.group}")
     if not launch.is_push:
         stored = launch.tiles * shape.sub_slices * launch.columns * _PULL_ROW
         if stored > launch.weight_bytes or launch.rounds > 1:
@@ -279,6 +282,23 @@ def _make_stage_half(launch: Launch) -> Any:
     return stage
 
 
+def _make_stage_packed(launch: Launch) -> Any:
+    """x is fp16 in the order of `layouts.packed_place`: one bulk copy brings this block's piece."""
+    x_bytes = launch.x_bytes
+    bar_at = launch.shared_bytes - 8
+
+    @device_function
+    def stage(x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any) -> None:
+        bar = shared_base() + bar_at
+        if thread_id() == 0:
+            fence_async()
+            mbarrier_expect(bar, x_bytes)
+            bulk_copy(shared, x + (block_y() * RANKS + rank) * x_bytes, x_bytes, bar)
+        mbarrier_wait(bar, 0)
+
+    return stage
+
+
 def _make_stage_norm(launch: Launch) -> Any:
     """x is float32 (rows, k) with the sums of squares of its 16-column tiles: RMS norm and gain, then fp16."""
     units, warps = launch.shape.k_slice // 8, launch.num_warps
@@ -389,8 +409,8 @@ def _make_residual(n: int) -> Any:
     return prepare, finish
 
 
-def _make_gated(d_ff: int) -> Any:
-    """fp16 out (rows, d_ff) = silu(gate) * up: e0 = out."""
+def _make_gated(d_ff: int, target: ProductShape, column_tiles: int) -> Any:
+    """fp16 out = silu(gate) * up in the order in which `target` reads it: e0 = out."""
 
     @traced("f", is_tuple=True, num_star=8)
     def prepare(m: Any, tile: Any, g: Any, is_real: Any, *e: Any) -> Any:
@@ -401,7 +421,7 @@ def _make_gated(d_ff: int) -> Any:
         hidden = tile * 8 + g
         gate = a * reciprocal(exp2(a * -1.4426950408889634) + 1.0)
         out = pack_half2(gate * b, gate * b)
-        store_16_if(e[0] + (wide(m) * d_ff + hidden) * 2, out, is_real & less(hidden, d_ff))
+        store_16_if(e[0] + packed_place(m, hidden, target, column_tiles) * 2, out, is_real & less(hidden, d_ff))
 
     return prepare, finish
 
@@ -476,7 +496,7 @@ def _make_qkv(heads: HeadShape) -> Any:
 _ARGS = "llll" + "rf" + "l" * 8
 
 
-def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> Any:
+def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
     shape = launch.shape
     _check(launch)
     num_warps, tiles, rounds, stages = launch.num_warps, launch.tiles, launch.rounds, launch.stages
@@ -489,9 +509,12 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     partials_at = x_at + launch.x_bytes if launch.is_push else 0
     buffer_bytes = RANKS * chains * launch.push_slots * 64
     bars_at = x_at + launch.x_bytes + launch.partial_bytes
+    x_bar_at = launch.shared_bytes - 8
     is_push = launch.is_push
-    stage = _make_stage_norm(launch) if is_normed else _make_stage_half(launch)
-    x_row_bytes = shape.k * (4 if is_normed else 2)
+    makers = {"norm": _make_stage_norm, "half": _make_stage_half, "packed": _make_stage_packed}
+    stage = makers[source](launch)
+    x_row_bytes = {"norm": 4 * shape.k, "half": 2 * shape.k, "packed": 0}[source]
+    is_packed = source == "packed"
     partial_row_bytes = shape.k // 16 * 4
     chain_x_bytes = shape.k_steps // 2 * launch.column_tiles * 512
     multiply, send, collect = _make_multiply(launch), _make_send(launch), _make_collect(launch)
@@ -549,21 +572,27 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
         if lane == 0:
             for i in range(stages):
                 mbarrier_init(bars + 8 * i, 1)
+            if is_packed and warp == 0:
+                mbarrier_init(base + x_bar_at, 1)
             mbarrier_init_fence()
             for turn in range(min(stages, rounds)):
                 fetch(base, weights, cluster, turn, warp, rank)
-        sync_warp()
+        if is_packed:
+            sync_block()
+        else:
+            sync_warp()
         grid_dependency_launch()
         cluster_arrive()
         grid_dependency_wait()
         first_row = block_y() * columns
         rows = min(num_rows - first_row, columns)
         stage(x + first_row * x_row_bytes, partials + first_row * partial_row_bytes, gain, base + x_at, rank, rows, eps)
-        sync_block()
+        if not is_packed:
+            sync_block()
         cluster_wait()
         chain = remainder(warp, chains)
         tile_in_cluster = quotient(warp, chains) * warp_tiles
-        source = rank * chains + chain if is_push else chain * tiles + tile_in_cluster
+        sender = rank * chains + chain if is_push else chain * tiles + tile_in_cluster
         for turn in range(rounds):
             slot = remainder(turn, stages)
             place = base + slot * stage_bytes + warp * warp_bytes
@@ -581,7 +610,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
                 )  # fmt: skip
             if not is_push:
                 sync_block()
-            send(acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, source, lane, rows)
+            send(acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, sender, lane, rows)
             cluster_arrive()
         reduce(
             base + partials_at + ((rounds - 1) & 1) * buffer_bytes, rounds - 1, cluster, rank, rows, first_row,
@@ -595,33 +624,34 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     return kernel
 
 
-def _variant(name: str, launch: Launch, is_normed: bool, ends: Any, *constants: Any) -> Variant:
+def _variant(name: str, launch: Launch, source: str, ends: Any, *constants: Any) -> Variant:
     return Variant(
-        name=f"{name}_m{launch.columns}{'_push' if launch.is_push else '_pull'}",
-        function=_make_kernel(launch, is_normed, *ends),
+        name=f"{name}_m{launch.max_rows or launch.columns}{'_push' if launch.is_push else '_pull'}",
+        function=_make_kernel(launch, source, *ends),
         args=_ARGS,
         num_threads=32 * launch.num_warps,
         cluster=RANKS,
         shared_bytes=launch.shared_bytes,
-        constants=(launch, is_normed, *constants),
+        constants=(launch, source, *constants),
     )
 
 
-def store_product(name: str, launch: Launch, *, is_normed: bool, has_bias: bool = False) -> Variant:
-    """float32 out = norm(x) W^T (or x W^T of fp16 x) [+ bias]."""
-    return _variant(name, launch, is_normed, _make_store(launch.shape.n, has_bias), has_bias)
+def store_product(name: str, launch: Launch, source: str, *, has_bias: bool = False) -> Variant:
+    """float32 out = x W^T [+ bias]; `source`: `norm` (float32 x, normed here), `half` or `packed` (fp16 x)."""
+    return _variant(name, launch, source, _make_store(launch.shape.n, has_bias), has_bias)
 
 
-def residual_product(name: str, launch: Launch) -> Variant:
+def residual_product(name: str, launch: Launch, source: str = "packed") -> Variant:
     """x += h W^T in place, with the sums of squares that the next norm needs."""
-    return _variant(name, launch, False, _make_residual(launch.shape.n))
+    return _variant(name, launch, source, _make_residual(launch.shape.n))
 
 
-def gated_product(name: str, launch: Launch) -> Variant:
-    """fp16 out = silu(g) * u with [g; u] = norm(x) W^T; the shape's n is 2 d_ff."""
-    return _variant(name, launch, True, _make_gated(launch.shape.n // 2))
+def gated_product(name: str, launch: Launch, target: ProductShape) -> Variant:
+    """fp16 silu(g) * u with [g; u] = norm(x) W^T, in the order of `target`; the shape's n is 2 d_ff."""
+    ends = _make_gated(launch.shape.n // 2, target, launch.column_tiles)
+    return _variant(name, launch, "norm", ends, target)
 
 
 def qkv_product(name: str, launch: Launch, heads: HeadShape) -> Variant:
     """q, k, v = norm(x) W^T, turned; k and v go into the cache."""
-    return _variant(name, launch, True, _make_qkv(heads), heads)
+    return _variant(name, launch, "norm", _make_qkv(heads), heads)

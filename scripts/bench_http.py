@@ -58,12 +58,14 @@ class Load:
 
 @dataclass
 class Figures:
-    """One measurement: medians in ms, rates per second."""
+    """One measurement: medians in ms, rates per second. `engine_cpu_ms` is the CPU time that the engine's process takes for a
+    token: unlike the rates it hardly moves when other programs keep the machine busy."""
 
     ttft_ms: float
     tpot_ms: float
     tokens_per_s: float
     requests_per_s: float
+    engine_cpu_ms: float | None = None
 
 
 @dataclass
@@ -114,7 +116,7 @@ def measure_engine(load: Load, num_streams: int) -> Figures:
     send(num_streams, 0)  # warm
     while engine.has_work():
         engine.step()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     for stream in range(num_streams):
         send(stream, 0)
     while engine.has_work():
@@ -129,7 +131,9 @@ def measure_engine(load: Load, num_streams: int) -> Figures:
                 if round_ + 1 < load.num_rounds:
                     send(stream, round_ + 1)
     times.wall_s = time.perf_counter() - started
-    return times.figures()
+    figures = times.figures()
+    figures.engine_cpu_ms = 1000 * (time.process_time() - cpu_started) / times.num_tokens
+    return figures
 
 
 def engine_in_a_process(env: dict[str, str], load: Load, num_streams: int) -> Figures:
@@ -266,10 +270,9 @@ def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]
             alone = engine_in_a_process(stack.env, load, num_streams)
             shares = CpuShares(stack)
             over_http = measure_http(stack.url, load, num_streams, stream_once)
-            extras = {
-                "of_engine": over_http.tokens_per_s / alone.tokens_per_s,
-                "cpu": shares.since(),
-            }
+            cpu = shares.since()
+            over_http.engine_cpu_ms = 1000 * cpu["worker"] / over_http.tokens_per_s
+            extras = {"of_engine": over_http.tokens_per_s / alone.tokens_per_s, "cpu": cpu}
             rows.append(row("engine alone", num_streams, alone))
             rows.append(row("HTTP, streamed", num_streams, over_http) | extras)
     env = {"TINYLOOP_FAULT": "instant_worker"}
@@ -289,14 +292,18 @@ def row(what: str, num_streams: int, figures: Figures) -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| what | streams | TTFT ms | ms/token | tokens/s | requests/s | of engine | CPU |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| what | streams | TTFT ms | ms/token | tokens/s | requests/s | of engine "
+        "| engine CPU ms/token | CPU |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for r in rows:
         of_engine = f"{100 * r['of_engine']:.0f} %" if "of_engine" in r else ""
+        engine_cpu = "" if r["engine_cpu_ms"] is None else f"{r['engine_cpu_ms']:.2f}"
         cpu = ", ".join(f"{role} {100 * share:.0f} %" for role, share in r.get("cpu", {}).items())
         print(
             f"| {r['what']} | {r['streams']} | {r['ttft_ms']:.1f} | {r['tpot_ms']:.2f} "
-            f"| {r['tokens_per_s']:.0f} | {r['requests_per_s']:.1f} | {of_engine} | {cpu} |"
+            f"| {r['tokens_per_s']:.0f} | {r['requests_per_s']:.1f} | {of_engine} | {engine_cpu} | {cpu} |"
         )
 
 

@@ -31,7 +31,7 @@ def variants() -> Iterator[tuple[str, int, str, int]]:
 
     seen = set()
     for name, spec in graphs.CHECKED_SPECS.items():
-        for rows in (1, 16, 32, 64):
+        for rows in (1, 8, 16, 32, 64):
             for kernel, variant in graphs.step_kernels(spec, rows)[0].items():
                 key = (variant.name, variant.constants)
                 if key not in seen:

@@ -8,6 +8,7 @@ Used by train_demo.py and eval_demo.py; serving never imports it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -198,7 +199,7 @@ class LoopedModel(nn.Module):
         rows = F.embedding(tokens, self.get("embed.weight"))
         return F.linear(rows, self.get("embed.proj.weight")) * self.config["arch"]["embed_scale"]
 
-    def states(
+    def unroll(
         self,
         tokens: Tensor,
         loops: int,
@@ -206,21 +207,26 @@ class LoopedModel(nn.Module):
         initial: Tensor | None = None,
         earlier: list[Earlier] | None = None,
         dropout: float = 0.0,
-    ) -> tuple[Tensor, list[Earlier]]:
-        """State after `loops` loops (batch, length, d), and the last loop's K and V of each core layer."""
+    ) -> Iterator[tuple[Tensor, list[Earlier]]]:
+        """After each loop: the state (batch, length, d), and that loop's K and V of each core layer."""
         e, _ = self.stage(self.embed(tokens), "prelude", dropout)
         s = torch.zeros_like(e) if initial is None else initial
-        kept: list[Earlier] = []
         for _ in range(loops):
             x = F.linear(torch.cat([s, e], -1).to(self.dtype), self.get("inject.weight").to(self.dtype)).float()
             x, kept = self.stage(x, "core", dropout, earlier)
             s = rms(x, self.get("norm.weight"))
-        return s, kept
+            yield s, kept
 
-    def readout(self, s: Tensor, dropout: float = 0.0) -> Tensor:
-        """Normed states ready for the head, (batch * length, d)."""
+    def states(self, tokens: Tensor, loops: int, **options: Any) -> tuple[Tensor, list[Earlier]]:
+        """The last of `unroll`."""
+        *_, last = self.unroll(tokens, loops, **options)
+        return last
+
+    def readout(self, s: Tensor, dropout: float = 0.0, at: Tensor | None = None) -> Tensor:
+        """Normed states ready for the head, (batch * length, d); of the positions `at` alone, if given."""
         y, _ = self.stage(s, "coda", dropout)
-        return rms(y, self.get("norm.weight")).flatten(0, 1)
+        y = rms(y, self.get("norm.weight"))
+        return (y if at is None else y[:, at]).flatten(0, 1)
 
     def loss(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Per-token cross-entropy and argmax for `readout`'s y, both (batch * length,)."""

@@ -14,14 +14,34 @@ import numpy as np
 #
 #   The line. Kim follows Tom. Ann follows Kim. Tom follows Sam. ... 2 ahead of Kim: Sam. 1 ahead of Ann: Kim. ...
 #
-# The line is a ring in shuffled order, so a question with `hops` steps needs that many look-ups, one after another.
+# The line is a ring told in shuffled order, so an answer `steps` ahead takes that many look-ups, one after another.
+# Training asks for one look-up per loop: after loop t the model should hold the name min(t, steps) ahead.
 
 NAMES = (
     "Tom Ann Kim Sam Bob Amy Ben Eve Dan Joe Max Ray Lee Roy Jim Pat Sue Ian Leo Mia Ali Ivy Ted Ron Tim Ken Meg Kate "
     "Jack Emma Mary John Paul Mark Luke Adam Noah Jane Anna Lucy Rose Ruth Dave Mike Nick Pete Alex Carl Eric Fred"
 ).split()
-MAX_NAMES = 24
-MAX_HOPS = 12
+MAX_NAMES = 16
+MAX_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A batch of the task.
+
+    Attributes:
+        tokens: (rows, length) ids; what follows the last question is full stops.
+        asked_at: (questions,) position of each question's colon; the next token is the answer. Equal in all rows.
+        steps: (rows, questions) how far ahead is asked.
+        path: (rows, questions, MAX_STEPS) the names 1, 2, ... ahead.
+        used: how many tokens of a row are text.
+    """
+
+    tokens: np.ndarray
+    asked_at: np.ndarray
+    steps: np.ndarray
+    path: np.ndarray
+    used: int
 
 
 @dataclass(frozen=True)
@@ -45,53 +65,40 @@ class LineTask:
             return int(ids[0])
 
         names = np.array([one(f" {name}") for name in NAMES])
-        numbers = np.array([one(f" {i}") for i in range(MAX_HOPS + 1)])
+        numbers = np.array([one(f" {i}") for i in range(MAX_STEPS + 1)])
         head = tuple(tokenizer.encode("The line.").ids)  # type: ignore[attr-defined]
         return cls(names, head, one(" follows"), one("."), numbers, (one(" ahead"), one(" of")), one(":"))
 
-    def batch(
-        self, rng: np.random.Generator, rows: int, length: int, num_names: int, max_hops: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of one ring each, filled up with questions.
-
-        Returns:
-            tokens (rows, length), hops (rows, length): the number of steps where the token is an answer, else 0,
-            and weights (rows, length): what the loss counts (nothing before the first question's colon is predictable).
-        """
+    def batch(self, rng: np.random.Generator, rows: int, length: int, num_names: int, max_questions: int) -> Lines:
+        """Rows of one line each and as many questions as fit, no two alike in a row (so none can be copied)."""
+        take = np.take_along_axis
         ring = np.argsort(rng.random((rows, len(self.names))), axis=1)[:, :num_names]
         shuffled = np.argsort(rng.random((rows, num_names)), axis=1)
-        take = np.take_along_axis
         facts = np.empty((rows, num_names, 4), np.int64)
         facts[:, :, 0] = self.names[take(ring, shuffled, 1)]
         facts[:, :, 1] = self.follows
         facts[:, :, 2] = self.names[take(ring, (shuffled + 1) % num_names, 1)]
         facts[:, :, 3] = self.stop
         head = np.tile(np.array(self.head), (rows, 1))
-        num_questions = (length - head.shape[1] - 4 * num_names) // 7
+        before = head.shape[1] + 4 * num_names
+        num_questions = min((length - before) // 7, max_questions)
         if num_questions < 1:
             raise ValueError(f"{length} tokens have no room for {num_names} names and a question")
-        start = rng.integers(0, num_names, (rows, num_questions))
-        hops = rng.integers(1, max_hops + 1, (rows, num_questions))
+        pairs = np.argsort(rng.random((rows, num_names * MAX_STEPS)), axis=1)[:, :num_questions]
+        start, steps = pairs // MAX_STEPS, pairs % MAX_STEPS + 1
+        ahead = (start[:, :, None] + np.arange(1, MAX_STEPS + 1)) % num_names
+        path = self.names[take(ring, ahead.reshape(rows, -1), 1)].reshape(ahead.shape)
         questions = np.empty((rows, num_questions, 7), np.int64)
-        questions[:, :, 0] = self.numbers[hops]
+        questions[:, :, 0] = self.numbers[steps]
         questions[:, :, 1], questions[:, :, 2] = self.ahead_of
         questions[:, :, 3] = self.names[take(ring, start, 1)]
         questions[:, :, 4] = self.colon
-        questions[:, :, 5] = self.names[take(ring, (start + hops) % num_names, 1)]
+        questions[:, :, 5] = take(path, steps[:, :, None] - 1, 2)[:, :, 0]
         questions[:, :, 6] = self.stop
-        depth = np.zeros_like(questions)
-        depth[:, :, 5] = hops
-        body = questions.reshape(rows, -1)
-        tokens = np.concatenate([head, facts.reshape(rows, -1), body], axis=1)
-        before = tokens.shape[1] - body.shape[1]
-        answer_at = np.concatenate([np.zeros((rows, before), np.int64), depth.reshape(rows, -1)], axis=1)
-        weights = np.where(answer_at > 0, 1.0, 0.0)
-        weights[:, :before] = 0.02
-        weights[:, before:] += 0.02
-        pad = length - tokens.shape[1]
-        tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=self.stop)
-        answer_at = np.pad(answer_at, ((0, 0), (0, pad)))
-        return tokens, answer_at, np.pad(weights, ((0, 0), (0, pad)))
+        tokens = np.concatenate([head, facts.reshape(rows, -1), questions.reshape(rows, -1)], axis=1)
+        used = tokens.shape[1]
+        tokens = np.pad(tokens, ((0, 0), (0, length - used)), constant_values=self.stop)
+        return Lines(tokens, before + 4 + 7 * np.arange(num_questions), steps, path, used)
 
 
 # ---------------------------------------------------------------- small tales

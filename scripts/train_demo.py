@@ -5,8 +5,9 @@
   python scripts/train_demo.py --minutes 8 --out .demo/run       # on one GPU; resumes from .demo/run/checkpoint.pt
   python scripts/train_demo.py --export .demo/run --artifact gpu_worker/data/demo.tinyloop
 
-Each step takes its own number of loops (1..8, often 8), some steps start tokens from carried-over states (warm start),
-some read the last loop's K/V of earlier 64-blocks (last-loop sharing), and the last part trains on int8-rounded weights.
+Each step's text takes its own number of loops (1..8, often 8), some steps start tokens from carried-over states (warm
+start), some read the last loop's K/V of earlier 64-blocks (last-loop sharing), and the last part trains on int8-rounded
+weights. The line task is asked after every loop: loop t must hold the name t steps ahead, or the answer once reached.
 The schedule follows the clock: the run ends, evaluates and saves itself when its minutes are over.
 """
 
@@ -24,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from demo_model import CONFIG, LoopedModel, fake_quantise, quantise, shift_states
-from demo_texts import MAX_HOPS, MAX_NAMES, LineTask
+from demo_texts import MAX_NAMES, MAX_STEPS, LineTask
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 LOOPS = [1, 2, 3, 4, 5, 6, 7, 8]
-LOOP_ODDS = [0.09, 0.10, 0.09, 0.10, 0.07, 0.10, 0.05, 0.40]
+LOOP_ODDS = [0.07, 0.08, 0.06, 0.09, 0.06, 0.10, 0.06, 0.48]  # of the text; the line task takes all eight
 EVAL_LOOPS = [1, 2, 4, 6, 8]
 
 
@@ -41,8 +42,9 @@ class Recipe:
     minutes: float = 8.0
     text_rows: int = 48
     text_length: int = 512
-    task_rows: int = 64
-    task_length: int = 257
+    task_rows: int = 40
+    task_length: int = 256
+    task_questions: int = 24
     matrix_lr: float = 2.0e-3
     other_lr: float = 1.5e-3
     weight_decay: float = 0.1
@@ -107,7 +109,6 @@ class Trainer:
         self.optimisers = [(muon, recipe.matrix_lr), (adam, recipe.other_lr)]
         self.matrices = [p for p in named.values() if p.ndim == 2]
         self.started, self.step, self.tokens_seen, self.before_s = started, 0, 0, 0.0
-        self.hop_cap, self.hop_loss = 1.0, np.full(MAX_HOPS + 1, 5.0)
         self.good: dict[str, Tensor] = {}
         self.log_file = (folder / "log.jsonl").open("a")
 
@@ -139,13 +140,13 @@ class Trainer:
         if quantised:
             for p in self.matrices:
                 p.data.copy_(fake_quantise(p.data))
-        text_loops, task_loops = (int(t) for t in self.rng.choice(LOOPS, 2, p=LOOP_ODDS))
+        text_loops = int(self.rng.choice(LOOPS, p=LOOP_ODDS))
         kind = "plain"
         if self.progress >= recipe.special_from:
             kind = str(self.rng.choice(["plain", "warm", "shared"], p=[0.7, 0.14, 0.16]))
         text_loss = self.text_loss(text_loops, kind)
         text_loss.backward()
-        task_loss = self.task_loss(task_loops)
+        task_loss = self.task_loss()
         task_loss.backward()
         if quantised:
             for p, master in zip(self.matrices, masters, strict=True):
@@ -190,29 +191,23 @@ class Trainer:
         losses, _ = model.loss(model.readout(state, recipe.dropout), targets.contiguous())
         return losses.mean()
 
-    def task_rows(self, rows: int, length: int, max_hops: int, full: bool) -> tuple[Tensor, Tensor, Tensor]:
-        least = max(4, 2 * max_hops)
-        num_names = MAX_NAMES if full else int(self.rng.integers(least, min(least + 12, MAX_NAMES) + 1))
-        arrays = self.task.batch(self.rng, rows, length, num_names, max_hops)
-        tokens, hops, weights = (torch.from_numpy(a).to(self.device) for a in arrays)
-        return tokens.long(), hops, weights.float()
-
-    def task_loss(self, loops: int) -> Tensor:
-        """Rows of the line task; harder questions come in as the hardest so far are learned, or as time goes on."""
-        recipe = self.recipe
-        cap = int(min(MAX_HOPS, max(self.hop_cap, 1 + 16 * (self.progress - 0.3))))
-        tokens, hops, weights = self.task_rows(recipe.task_rows, recipe.task_length, cap, full=False)
-        state, _ = self.model.states(tokens[:, :-1].contiguous(), loops)
-        losses, _ = self.model.loss(self.model.readout(state), tokens[:, 1:].contiguous())
-        target_hops, weights = hops[:, 1:].flatten(), weights[:, 1:].flatten()
-        if loops >= 6 and self.step % 2 == 0:
-            sums = torch.zeros(MAX_HOPS + 1, device=self.device).index_add_(0, target_hops, losses.detach())
-            counts = torch.bincount(target_hops, minlength=MAX_HOPS + 1).clamp_min(1)
-            mean = (sums / counts).cpu().numpy()
-            self.hop_loss[1 : cap + 1] += 0.3 * (mean[1 : cap + 1] - self.hop_loss[1 : cap + 1])
-            if self.hop_loss[cap] < 0.7 and self.hop_cap < MAX_HOPS:
-                self.hop_cap = cap + 1.0
-        return (losses * weights).sum() / weights.sum()
+    def task_loss(self) -> Tensor:
+        """The line task, asked after every loop; a few rows also learn the wording of the questions."""
+        recipe, model = self.recipe, self.model
+        num_names = int(self.rng.integers(MAX_NAMES // 2, MAX_NAMES + 1))
+        lines = self.task.batch(self.rng, recipe.task_rows, recipe.task_length, num_names, recipe.task_questions)
+        tokens, steps, path, at = (
+            torch.from_numpy(a).to(self.device) for a in (lines.tokens, lines.steps, lines.path, lines.asked_at)
+        )
+        total = torch.zeros((), device=self.device)
+        for loop, (state, _) in enumerate(model.unroll(tokens, max(LOOPS)), start=1):
+            answers = path.gather(2, steps.clamp(max=loop)[:, :, None] - 1)
+            losses, _ = model.loss(model.readout(state, at=at), answers)
+            total = total + losses.mean() / max(LOOPS)
+        few, asked = recipe.task_rows // 8, int(lines.asked_at[0]) + 1
+        y = model.readout(state).view(*tokens.shape, -1)[:few, asked : lines.used - 1].flatten(0, 1)
+        wording, _ = model.loss(y, tokens[:few, asked + 1 : lines.used])
+        return total + 0.02 * wording.mean()
 
     # -- held-out figures
 
@@ -233,22 +228,21 @@ class Trainer:
                 losses = losses.view(recipe.text_rows, -1)[: min(len(rows), recipe.text_rows)]
                 by_source[source["name"]] = round(float(losses.mean()), 4)
                 total, count = total + float(losses.sum()), count + losses.numel()
-            right, asked = np.zeros(MAX_HOPS + 1), np.zeros(MAX_HOPS + 1)
-            held_rng, self.rng = self.rng, np.random.default_rng(10_000)
+            right, asked = np.zeros(MAX_STEPS + 1), np.zeros(MAX_STEPS + 1)
+            rng = np.random.default_rng(10_000)
             for _ in range(task_batches):
-                tokens, hops, _ = self.task_rows(recipe.task_rows, recipe.task_length, MAX_HOPS, full=True)
-                state, _ = self.model.states(tokens[:, :-1].contiguous(), loops)
-                targets = tokens[:, 1:].contiguous()
-                _, best = self.model.loss(self.model.readout(state), targets)
-                hit = (best == targets.flatten()).cpu().numpy()
-                depth = hops[:, 1:].flatten().cpu().numpy()
-                right += np.bincount(depth[hit], minlength=MAX_HOPS + 1)
-                asked += np.bincount(depth, minlength=MAX_HOPS + 1)
-            self.rng = held_rng
+                lines = self.task.batch(rng, recipe.task_rows, recipe.task_length, MAX_NAMES, recipe.task_questions)
+                at, tokens = (torch.from_numpy(a).to(self.device) for a in (lines.asked_at, lines.tokens))
+                state, _ = self.model.states(tokens, loops)
+                answers = tokens[:, at + 1]
+                _, best = self.model.loss(self.model.readout(state, at=at), answers)
+                hit = (best == answers.flatten()).cpu().numpy()
+                right += np.bincount(lines.steps.ravel()[hit], minlength=MAX_STEPS + 1)
+                asked += np.bincount(lines.steps.ravel(), minlength=MAX_STEPS + 1)
             accuracy = right[1:] / np.maximum(asked[1:], 1)
             out[str(loops)] = {"loss": round(total / count, 4), "perplexity": round(math.exp(total / count), 3), **by_source,
                                "task": round(float(right[1:].sum() / asked[1:].sum()), 4),
-                               "task_by_hops": [round(float(a), 3) for a in accuracy]}  # fmt: skip
+                               "task_by_steps": [round(float(a), 3) for a in accuracy]}  # fmt: skip
         return out
 
     # -- saving
@@ -259,8 +253,8 @@ class Trainer:
 
     def save(self) -> None:
         state = {"weights": self.model.tensors(), "optimisers": [o.state_dict() for o, _ in self.optimisers],
-                 "step": self.step, "tokens_seen": self.tokens_seen, "elapsed_s": self.elapsed_s, "hop_cap": self.hop_cap,
-                 "hop_loss": self.hop_loss.tolist(), "rng": [self.rng.bit_generator.state, self.text.rng.bit_generator.state]}  # fmt: skip
+                 "step": self.step, "tokens_seen": self.tokens_seen, "elapsed_s": self.elapsed_s,
+                 "rng": [self.rng.bit_generator.state, self.text.rng.bit_generator.state]}  # fmt: skip
         partial = self.folder / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.folder / "checkpoint.pt")
@@ -274,9 +268,12 @@ class Trainer:
         for (optimiser, _), saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         self.step, self.tokens_seen, self.before_s = state["step"], state["tokens_seen"], state["elapsed_s"]
-        self.hop_cap, self.hop_loss = state["hop_cap"], np.array(state["hop_loss"])
         self.rng.bit_generator.state, self.text.rng.bit_generator.state = state["rng"]
         return True
+
+    def start_from(self, folder: Path) -> None:
+        """Takes the int8 weights of an earlier run as they are; moments and clock begin anew."""
+        self.model.load(read_quantised(folder, dequantise=True))
 
     def write_quantised(self, tensors: dict[str, Tensor]) -> None:
         """int8 weights and scales as two safetensors files, each under 16 MiB."""
@@ -292,19 +289,29 @@ class Trainer:
             save_file(part, self.folder / f"weights-{i}.safetensors")
 
 
+def read_quantised(folder: Path, dequantise: bool) -> dict[str, Tensor]:
+    tensors = load_file(folder / "weights-0.safetensors") | load_file(folder / "weights-1.safetensors")
+    if not dequantise:
+        return tensors
+    scales = {name: tensors.pop(f"{name}.scale") for name in list(tensors) if f"{name}.scale" in tensors}
+    return {name: w.float() * scales[name][:, None] if name in scales else w for name, w in tensors.items()}
+
+
 def show_bar(trainer: Trainer, losses: dict[str, float], speed: float) -> None:
     filled = int(30 * trainer.progress)
     print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {trainer.elapsed_s:4.0f} s step {trainer.step:5} "
-          f"text {losses['text']:.3f} task {losses['task']:.3f} cap {trainer.hop_cap:.0f} {speed / 1e3:6.0f} k tok/s",
+          f"text {losses['text']:.3f} task {losses['task']:.3f} {speed / 1e3:6.0f} k tok/s",
           end="\n" if not sys.stdout.isatty() else "", flush=True)  # fmt: skip
 
 
-def train(recipe: Recipe, folder: Path, corpus: Path, device: torch.device) -> None:
+def train(recipe: Recipe, folder: Path, corpus: Path, device: torch.device, start_from: Path | None) -> None:
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, folder, corpus, device, started)
     if trainer.resume():
         print(f"resumed at step {trainer.step}, {trainer.elapsed_s:.0f} s")
+    elif start_from is not None:
+        trainer.start_from(start_from)
     saved = evaluated = shown = time.monotonic()
     seen, losses = trainer.tokens_seen, {"text": math.nan, "task": math.nan}
     while trainer.progress < 1.0:
@@ -312,7 +319,7 @@ def train(recipe: Recipe, folder: Path, corpus: Path, device: torch.device) -> N
         now = time.monotonic()
         if "text" in record:
             losses = record
-            trainer.log({**record, "elapsed_s": round(trainer.elapsed_s, 1), "cap": trainer.hop_cap})
+            trainer.log({**record, "elapsed_s": round(trainer.elapsed_s, 1)})
             if now - shown > 10 or trainer.step <= 3:
                 show_bar(trainer, losses, (trainer.tokens_seen - seen) / (now - shown))
                 shown, seen = now, trainer.tokens_seen
@@ -330,7 +337,7 @@ def train(recipe: Recipe, folder: Path, corpus: Path, device: torch.device) -> N
     trainer.write_quantised(trainer.model.tensors())
     figures = trainer.evaluate(EVAL_LOOPS, 64, 4)
     summary = {"steps": trainer.step, "text_tokens": trainer.tokens_seen, "elapsed_s": round(trainer.elapsed_s, 1),
-               "hop_cap": trainer.hop_cap, "hop_loss": [round(float(x), 3) for x in trainer.hop_loss[1:]], "held_out": figures}  # fmt: skip
+               "held_out": figures}  # fmt: skip
     trainer.log(summary)
     for loops, row in figures.items():
         print(loops, json.dumps(row))
@@ -349,7 +356,6 @@ def export(folder: Path, corpus: Path, artifact: Path) -> None:
 
     from gpu_worker.artifact import ModelConfig, write
 
-    tensors = load_file(folder / "weights-0.safetensors") | load_file(folder / "weights-1.safetensors")
     with np.load(corpus) as z:
         meta = json.loads(bytes(z["meta"]))
     blobs = {
@@ -362,7 +368,7 @@ def export(folder: Path, corpus: Path, artifact: Path) -> None:
         "text": [{k: s[k] for k in ("name", "package", "licence")} for s in meta["sources"]],
     }
     artifact.parent.mkdir(parents=True, exist_ok=True)
-    write(artifact, ModelConfig.from_json(json.dumps(CONFIG)), tensors, blobs, source)
+    write(artifact, ModelConfig.from_json(json.dumps(CONFIG)), read_quantised(folder, dequantise=False), blobs, source)
     print(f"{artifact}: {artifact.stat().st_size / 2**20:.2f} MiB")
 
 
@@ -375,6 +381,8 @@ def main() -> None:
     parser.add_argument("--text-rows", type=int, default=Recipe.text_rows)
     parser.add_argument("--task-rows", type=int, default=Recipe.task_rows)
     parser.add_argument("--reserve", type=float, default=Recipe.reserve_s, help="seconds kept for the last evaluation")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates")
+    parser.add_argument("--start-from", type=Path, help="folder of an earlier run whose weights to go on from")
     parser.add_argument("--plain-attention", action="store_true", help="no flex attention: slower, compiles anywhere")
     parser.add_argument("--export", type=Path, help="folder of a finished run: write --artifact and stop")
     parser.add_argument("--artifact", type=Path, default=Path("gpu_worker/data/demo.tinyloop"))
@@ -383,8 +391,9 @@ def main() -> None:
         export(args.export, args.corpus, args.artifact)
         return
     recipe = Recipe(minutes=args.minutes, text_rows=args.text_rows, task_rows=args.task_rows, reserve_s=args.reserve,
+                    matrix_lr=Recipe.matrix_lr * args.rate, other_lr=Recipe.other_lr * args.rate,
                     flex=not args.plain_attention)  # fmt: skip
-    train(recipe, args.out, args.corpus, torch.device(args.device))
+    train(recipe, args.out, args.corpus, torch.device(args.device), args.start_from)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 from kernels import attention, emulator, layouts
 from kernels.attention import AttentionLaunch, AttentionShape
+from kernels.layouts import ProductShape
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -83,14 +84,17 @@ def test_fp16_matches_softmax_attention(
     window, sinks = (40, 3) if kind == "window_alibi" else (NO_WINDOW, 0)
     slopes = torch.tensor([0.25, 0.0625]) if kind == "window_alibi" else None
     shape = AttentionShape(kv, heads // kv, dim, "fp16", slopes is not None)
-    out = torch.full((rows, heads * dim), float("nan")).half()
+    target = ProductShape(16, heads * dim, 1)
+    out = torch.full((layouts.packed_size(rows, target, 1),), float("nan")).half()
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
     info = torch.tensor([[max(p, 0) >> 6, 0] for p in positions], dtype=torch.int32)
     _run(
-        AttentionLaunch(shape, cluster, warps, stages), rows, scaled, 0, 0, 0, cache,
+        AttentionLaunch(shape, cluster, warps, stages, target, 1), rows, scaled, 0, 0, 0, cache,
         cache.stride(0) * 2, tables, torch.tensor(positions, dtype=torch.int32), info,
         slopes * LOG2E if slopes is not None else 0, out, 0, 1, blocks, window, sinks,
     )  # fmt: skip
+    place = layouts.packed_place(torch.arange(rows)[:, None], torch.arange(heads * dim), target, 1)
+    out = out[place]
     for row, position in enumerate(positions):
         if position < 0:
             assert not out[row].any()
@@ -118,13 +122,14 @@ def test_int4_reads_stored_blocks_and_the_own_block_exactly() -> None:
     exact[2, :, 0] = layouts.pack_keys(k[0, :, 128:192])
     exact[2, :, 1] = layouts.pack_values(v[0, :, 128:192])
     shape = AttentionShape(kv, heads // kv, dim, "int4")
-    out = torch.full((1, heads * dim), float("nan")).half()
+    out = torch.full((8 * 256,), float("nan")).half()
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
     _run(
-        AttentionLaunch(shape, 4, 4, 3), 1, scaled, exact, torch.tensor([[2]], dtype=torch.int32),
+        AttentionLaunch(shape, 4, 4, 3, ProductShape(16, heads * dim, 1), 1), 1, scaled, exact, torch.tensor([[2]], dtype=torch.int32),
         exact.stride(0) * 2, stored, stored.stride(0), tables,
         torch.tensor([position], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32), 0, out,
         0, 1, 3, NO_WINDOW, 0,
     )  # fmt: skip
     want = _expected(q[0], k[0], v[0], position, NO_WINDOW, 0, None).flatten()
-    torch.testing.assert_close(out[0].double(), want, rtol=5e-3, atol=5e-3)
+    place = layouts.packed_place(0, torch.arange(heads * dim), ProductShape(16, heads * dim, 1), 1)
+    torch.testing.assert_close(out[place].double(), want, rtol=5e-3, atol=5e-3)

@@ -67,7 +67,7 @@ def test_store_matches_pytorch(rows: int, launch: Launch) -> None:
     weight, x = _weight(n, k), torch.randn(rows, k).half()
     packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(n, launch.shape))
     out = torch.full((rows, n), float("nan"))
-    variant = linear.store_product("t", launch, is_normed=False)
+    variant = linear.store_product("t", launch, "half")
     _run(variant, launch.clusters, -(-rows // launch.columns), packed, x, 0, 0, rows, 0.0, out)
     torch.testing.assert_close(out, x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_rounds_go_through_the_ring() -> None:
     weight, x, gain = _weight(n, k), torch.randn(rows, k), torch.rand(k) + 0.5
     packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(n, launch.shape))
     out = torch.full((rows, n), float("nan"))
-    variant = linear.store_product("t", launch, is_normed=True)
+    variant = linear.store_product("t", launch, "norm")
     _run(variant, launch.clusters, 1, packed, x, _squares(x), gain, rows, 1e-6, out)
     torch.testing.assert_close(out, _normed(x, gain) @ weight.float().T, rtol=1e-4, atol=2e-4)
 
@@ -92,7 +92,7 @@ def test_residual_adds_and_leaves_the_sums_of_squares() -> None:
     packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(32, launch.shape))
     expected = x + h.float() @ weight.float().T
     squares = torch.full((3, 2), float("nan"))
-    _run(linear.residual_product("t", launch), 2, 1, packed, h, 0, 0, 3, 0.0, x, squares)
+    _run(linear.residual_product("t", launch, "half"), 2, 1, packed, h, 0, 0, 3, 0.0, x, squares)
     torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(squares, _squares(expected), rtol=1e-4, atol=1e-4)
 
@@ -102,14 +102,29 @@ def test_gated_matches_swiglu() -> None:
     launch = Launch(ProductShape(2 * 24, 256, 1), 1, 1, 1, True)
     weight, x, gain = _weight(48, 256), torch.randn(2, 256), torch.rand(256) + 0.5
     packed = layouts.pack_weight(weight, launch.shape, layouts.gated_rows(24, launch.shape))
-    out = torch.full((2, 24), float("nan")).half()
+    target = ProductShape(16, 24, 1)
+    out = torch.full((layouts.packed_size(2, target, 1),), float("nan")).half()
     _run(
-        linear.gated_product("t", launch), launch.clusters, 1,
+        linear.gated_product("t", launch, target), launch.clusters, 1,
         packed, x, _squares(x), gain, 2, 1e-6, out,
     )  # fmt: skip
     y = _normed(x, gain) @ weight.float().T
     expected = torch.nn.functional.silu(y[:, :24]) * y[:, 24:]
-    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+    place = layouts.packed_place(torch.arange(2)[:, None], torch.arange(24), target, 1)
+    torch.testing.assert_close(out[place].float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_packed_input_arrives_by_one_copy() -> None:
+    torch.manual_seed(4)
+    launch = Launch(ProductShape(16, 256, 1), 1, 1, 2, True)
+    weight, h, rows = _weight(16, 256), torch.randn(19, 256).half(), 19
+    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(16, launch.shape))
+    ordered = torch.zeros(layouts.packed_size(rows, launch.shape, 2)).half()
+    place = layouts.packed_place(torch.arange(rows)[:, None], torch.arange(256), launch.shape, 2)
+    ordered[place] = h
+    out = torch.full((rows, 16), float("nan"))
+    _run(linear.store_product("t", launch, "packed"), 1, 2, packed, ordered, 0, 0, rows, 0.0, out)
+    torch.testing.assert_close(out, h.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_half", [True, False])
