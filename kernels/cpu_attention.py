@@ -39,15 +39,17 @@ def make_tiles(slots, tables, max_rows):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def store(low, high, qkv, num_heads, dim, keys, values, layer, slots, tables, places, block_tables):  # type: ignore[no-untyped-def]
     num_kv = keys.shape[2]
-    for r in range(low, high):
-        place = places[r]
-        block, offset = block_tables[slots[r], tables[r], place // BLOCK_SIZE], place % BLOCK_SIZE
-        for h in range(num_kv):
-            k = qkv[r, (num_heads + h) * dim : (num_heads + h + 1) * dim]
-            v = qkv[r, (num_heads + num_kv + h) * dim : (num_heads + num_kv + h + 1) * dim]
+    for h in range(num_kv):  # outside: a head's 64 lines of keys stay in the processor's cache from row to row
+        for r in range(low, high):
+            block = block_tables[slots[r], tables[r], places[r] // BLOCK_SIZE]
+            offset = places[r] % BLOCK_SIZE
+            key_block, value = keys[block, layer, h], values[block, layer, h, offset]
+            k = qkv[r, (num_heads + h) * dim :]
+            v = qkv[r, (num_heads + num_kv + h) * dim :]
             for i in range(dim):
-                keys[block, layer, h, i, offset] = k[i]
-                values[block, layer, h, offset, i] = v[i]
+                value[i] = v[i]
+            for i in range(dim):
+                key_block[i, offset] = k[i]
 
 
 @njit(nogil=True, cache=True)
@@ -120,7 +122,7 @@ def attend(
     low, high, qkv, num_heads, num_kv, dim, keys, values, layer, slopes, tiles, slots, tables, positions, windows, row_map,
     map_base, maps, block_tables, out,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Work items are (tile, K/V head) pairs. See `kernels.cpu.attention`."""
+    """See `kernels.cpu.attention`. Work items are (K/V head, tile) pairs, head by head: tiles of one sequence find blocks in cache."""
     group = num_heads // num_kv
     padded = values.shape[4]
     num_queries = group * TILE_ROWS
@@ -132,10 +134,11 @@ def attend(
     lanes = np.empty(LANES, dtype=np.float32)
     key_block = np.zeros((dim, BLOCK_SIZE), dtype=np.float32)
     value_block = np.zeros((BLOCK_SIZE, padded), dtype=np.float32)
+    num_tiles = tiles.shape[0] - 1
     scale = np.float32(1.0 / np.sqrt(dim))
     key_bytes, value_bytes = dim * BLOCK_SIZE * 4, BLOCK_SIZE * padded * 4
     for item in range(low, high):
-        tile, head = item // num_kv, item % num_kv
+        head, tile = item // num_tiles, item % num_tiles
         start, end = tiles[tile], tiles[tile + 1]
         slot, table = slots[start], tables[start]
         blocks = block_tables[slot, table]
@@ -175,8 +178,8 @@ def attend(
                     places = maps[row_map[row], base - map_base[row] :]
                     _gather(keys, values, layer, head, blocks, places, here, key_block, value_block)
                     at_keys, at_values = address(key_block), address(value_block)
-                if _is_seen(start, m, many, group, positions, windows, base):
-                    _reduce(
+                if is_seen(start, m, many, group, positions, windows, base):
+                    reduce_block(
                         start, m, many, head, group, dim, q, s, o, top, total, lanes, at_keys, at_values, base, slopes, positions,
                         windows,
                     )  # fmt: skip
@@ -188,7 +191,7 @@ def attend(
 
 
 @njit(nogil=True, cache=True)
-def _is_seen(start, m, many, group, positions, windows, base):  # type: ignore[no-untyped-def]
+def is_seen(start, m, many, group, positions, windows, base):  # type: ignore[no-untyped-def]
     """Whether any of the queries sees a key of the block."""
     for i in range(m, m + many, group):
         row = start + i // group
@@ -199,7 +202,7 @@ def _is_seen(start, m, many, group, positions, windows, base):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def _reduce(
+def reduce_block(
     start,
     m0,
     many,
