@@ -427,3 +427,55 @@ def test_the_command_line(copy: Callable[[str], Path], tmp_path: Path) -> None:
         and done.stderr.count("\n") == 1
         and done.stderr.startswith("TL021 ")
     )
+
+
+MEASURE = """
+import resource, sys
+from gpu_worker import convert
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+status = convert.main(sys.argv[1:])
+print(peak() - before)
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--quant", "int8"]])
+def test_memory_stays_at_a_few_tensors(tmp_path: Path, options: list[str]) -> None:
+    """A checkpoint of 500 MB, largest tensor 4 MB, converts in far less memory than it has."""
+    d, layers, folder = 1024, 36, tmp_path / "big"
+    folder.mkdir()
+    weight_map = {}
+
+    def save(shard: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        tensors = {
+            n: torch.randn(s).mul_(0.02).bfloat16() if len(s) > 1 else torch.ones(s).bfloat16()
+            for n, s in shapes.items()
+        }
+        save_file(tensors, folder / shard)
+        weight_map.update(dict.fromkeys(shapes, shard))
+
+    save("outer.safetensors", {"model.embed_tokens.weight": (2000, d), "model.norm.weight": (d,)})
+    for i in range(layers):
+        at = f"model.layers.{i}"
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{at}.self_attn.{n}_proj.weight": (d, d) for n in "qkvo"
+        }
+        shapes |= {f"{at}.mlp.{n}_proj.weight": (d, d) for n in ("up", "gate", "down")}
+        shapes |= {
+            f"{at}.{n}.weight": (d,) for n in ("input_layernorm", "post_attention_layernorm")
+        }
+        save(f"layer-{i}.safetensors", shapes)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    edit(
+        folder, model_type="llama", hidden_size=d, intermediate_size=d, num_hidden_layers=layers, num_attention_heads=16,
+        vocab_size=2000, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    command = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "big.tinyloop"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    growth = int(done.stdout.splitlines()[-1])
+    assert total > 500e6 and growth < 120e6, f"{growth / 1e6:.0f} MB more for {total / 1e6:.0f} MB"
