@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness import ROOT, Stack
 
+FIRST_READY_S = 120.0  # a first start may compile kernels
 READY_S = 10.0  # a second start, the packages being there; for a machine with nothing else to do
 
 
@@ -65,7 +66,7 @@ def up(toy_artifact: Path) -> Iterator[Up]:
 
 def test_it_serves_drains_and_starts_again_at_once(up: Up) -> None:
     up.begin()
-    up.wait_until(lambda: "TinyLoop is ready" in up.logs(), "the ready line", ready_s())
+    up.wait_until(lambda: "TinyLoop is ready" in up.logs(), "the ready line", FIRST_READY_S)
     body = {"prompt": "the river", "max_tokens": 200, "ignore_eos": True, "sample_seed": 1}
     status, whole = up.post("/generate", body)
     assert status == 200
@@ -101,7 +102,7 @@ def test_the_detached_launch_outlives_its_shell_and_stops_on_term(up: Up) -> Non
     words = done.stdout.split()
     pid = int(words[2].removeprefix("pid="))
     assert done.stdout == f"TinyLoop server pid={pid} on 127.0.0.1:{up.port} — log {log}\n"
-    up.wait_until(lambda: "TinyLoop is ready" in log.read_text(), "the ready line", ready_s())
+    up.wait_until(lambda: "TinyLoop is ready" in log.read_text(), "the ready line", FIRST_READY_S)
     assert up.health() == (200, "ok\n")
     os.kill(pid, signal.SIGTERM)
     up.wait_until(lambda: up.left_behind() == [], "the server to leave", 20)
