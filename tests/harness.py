@@ -28,7 +28,7 @@ import psutil
 from scheduler.config import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-READY_S = 60.0
+READY_S = 120.0  # a first start may compile kernels
 STOP_S = 20.0
 
 
