@@ -94,6 +94,10 @@ class Artifact:
         name = name if name.startswith("blob.") else f"blob.{name}"
         return bytes(self._file.view(name)) if name in self._file.entries else None
 
+    def blobs(self) -> dict[str, bytes]:
+        """All embedded files by their names."""
+        return {n: bytes(self._file.view(n)) for n in self._file.entries if n.startswith("blob.")}
+
     @property
     def num_parameters(self) -> int:
         return sum(self._file.tensor(name).numel() for name in self.names())

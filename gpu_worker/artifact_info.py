@@ -42,7 +42,9 @@ def describe(artifact: Artifact, verified: bool) -> Iterator[str]:
     arch, stages, loop = config.arch, config.stages, config.loop
     yield f"{config.name}: format {config.format}, {artifact.size_bytes / 1e6:,.1f} MB, {artifact.num_parameters:,} parameters, {config.dtype}"
     if artifact.source:
-        yield "source        " + ", ".join(f"{k} {v}" for k, v in sorted(artifact.source.items()))
+        yield "source        " + ", ".join(
+            f"{k} {_brief(v)}" for k, v in sorted(artifact.source.items())
+        )
     yield (
         f"architecture  d_model {arch.d_model}, heads {arch.n_heads} (kv {arch.n_kv_heads}) x {arch.head_dim}, d_ff {arch.d_ff} {arch.act}, "
         f"vocabulary {arch.vocab}, {arch.max_pos} positions"
@@ -73,7 +75,12 @@ def describe(artifact: Artifact, verified: bool) -> Iterator[str]:
     yield from _kv_lines(artifact)
     yield f"tokenizer     {_tokenizer(artifact)}"
     yield f"tokens        bos {config.tokens.bos}, eos {list(config.tokens.eos)}, pad {config.tokens.pad}"
+    yield f"self-check    {'none' if artifact.blob('probe.json') is None else 'stored'}"
     yield f"digest        {artifact.digest}" + (" (verified)" if verified else "")
+
+
+def _brief(value: object) -> str:
+    return f"({len(value)} entries)" if isinstance(value, list | dict) else str(value)
 
 
 def _positions(artifact: Artifact) -> str:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from gpu_worker import artifact as artifacts
 from gpu_worker import naive
+from gpu_worker.artifact import Artifact
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.quantise import stored_values
 from gpu_worker.tensor_table import check_finite, storage_dtype
-
-if TYPE_CHECKING:
-    from gpu_worker.artifact import Artifact
 
 NUM_TOKENS = 12
 NUM_IDS = 48  # logits kept per position
@@ -80,6 +80,19 @@ def make(config: ModelConfig, weights: naive.Weights) -> bytes:
         "tolerance": round(TOLERANCE[config.dtype] * max(float(logits.std()), 1e-3), 6),
     }
     return json.dumps(probe, separators=(",", ":"), sort_keys=True).encode()
+
+
+def add(path: str | Path) -> str:
+    """Gives an artifact a self-check, or a new one, from the weights that it holds; returns its new digest.
+
+    Raises:
+        ArtifactError: the artifact is faulty.
+    """
+    loaded = artifacts.load(path, verify=True)
+    blobs = loaded.blobs() | {
+        "blob.probe.json": make(loaded.config, loaded.tensors(dequantise=True))
+    }
+    return artifacts.write(path, loaded.config, loaded.tensors(), blobs, loaded.source)
 
 
 def verify(artifact: Artifact, logits_fn: LogitsFn) -> float | None:

@@ -139,3 +139,14 @@ def test_it_is_small_and_uses_every_weight(tmp_path: Path) -> None:
         )
         with pytest.raises(ArtifactError, match="TL015"):
             run(loaded, weights=base | {name: noisy})
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "int8"])
+def test_one_can_be_added_to_an_artifact_without(tmp_path: Path, dtype: str) -> None:
+    path = make(tmp_path / "a.tinyloop", variant="huginn", dtype=dtype)
+    with_check = artifact.load(path)
+    blobs = with_check.blobs()
+    del blobs["blob.probe.json"]
+    bare = artifact.write(tmp_path / "b.tinyloop", with_check.config, with_check.tensors(), blobs)
+    assert selfcheck.add(tmp_path / "b.tinyloop") == with_check.digest != bare
+    assert run(artifact.load(tmp_path / "b.tinyloop", verify=True)) < 1e-5
