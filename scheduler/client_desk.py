@@ -103,8 +103,10 @@ class ClientDesk:
         if not 0 <= finish.index < len(request.sequences):
             raise BadMessage(f"finish of sequence {finish.index} of {len(request.sequences)}")
         sequence = request.sequences[finish.index]
-        if not sequence.finish_reason and not 0 <= finish.num_tokens <= len(sequence.tokens):
-            raise BadMessage(f"finish after {finish.num_tokens} of {len(sequence.tokens)} tokens")
+        if not 0 <= finish.num_tokens <= request.params.max_tokens:
+            raise BadMessage(f"finish after {finish.num_tokens} tokens")
+        if finish.num_tokens > len(sequence.tokens):
+            return  # we began anew and are behind the client, which repeats it
         self._hub.lifecycle.stop(sequence, finish.num_tokens, now)
 
     def _beat(self, client: Client, beat: ClientBeat, now: float) -> None:

@@ -12,6 +12,7 @@ _FADE = 0.98  # weight of the past at each step
 _RIDGE = 1e-3
 _WARM_UP_STEPS = 3  # not fitted: a worker's first steps compile and touch memory
 _OUTLIER = 8.0  # a pass that takes so many times what was expected counts as that much
+_TERMS = ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
 _CACHED_UNIT = 1024.0  # positions, so that the three regressors are of like size
 
 
@@ -48,17 +49,17 @@ class PassFit:
         return base + per_row * rows + per_cached * cached / _CACHED_UNIT
 
     def _solve(self) -> tuple[float, float, float]:
-        """The fit with the most terms of which none is negative: a row can't make a pass shorter, noise can say so."""
-        for terms in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (1,), (0,)):
-            found = _solve_normal(
-                [[self._xx[i][j] for j in terms] for i in terms], [self._xy[i] for i in terms]
-            )
-            if min(found) >= 0:
-                weights = [0.0] * 3
-                for term, value in zip(terms, found, strict=True):
-                    weights[term] = value
-                return weights[0], weights[1], weights[2]
-        return 0.0, 0.0, 0.0
+        """The best fit without a negative term: a row can't make a pass shorter, but noise can say so."""
+        best, best_gain = (0.0, 0.0, 0.0), 0.0
+        for terms in _TERMS:
+            xy = [self._xy[i] for i in terms]
+            found = _solve_normal([[self._xx[i][j] for j in terms] for i in terms], list(xy))
+            gain = sum(x * y for x, y in zip(found, xy, strict=True))  # of the squared error
+            if min(found) >= 0 and gain > best_gain:
+                weights = dict(zip(terms, found, strict=True))
+                best = weights.get(0, 0.0), weights.get(1, 0.0), weights.get(2, 0.0)
+                best_gain = gain
+        return best
 
 
 def _solve_normal(a: list[list[float]], b: list[float]) -> list[float]:

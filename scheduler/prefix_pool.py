@@ -321,7 +321,8 @@ class PrefixPool:
             if nodes[depth].entries or nodes[depth].children:
                 return
             del parents[depth].children[tokens[depth * BLOCK_SIZE : (depth + 1) * BLOCK_SIZE]]
-        del self._roots[group]
+        if not self._roots[group].children:
+            del self._roots[group]
 
     def _touch(self, entry: Entry, now: float) -> None:
         if self.is_current(entry):

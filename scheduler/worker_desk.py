@@ -85,9 +85,9 @@ class WorkerDesk:
         check_step(step)
         for held in step.held:
             check_held(held, worker.limits.vocab)
+        hub.pool.dropped(worker_id, step.dropped)  # a step makes room first and stores then
         for held in step.held:
             hub.pool.held(worker_id, held, now)
-        hub.pool.dropped(worker_id, step.dropped)
         worker.stepped(step, now)
         for output in step.outputs:
             hub.lifecycle.take(worker, output, now)

@@ -338,8 +338,10 @@ class BenchClient:
                 self.requests[message.request_id].answer = message
             if isinstance(message, Events):
                 for event in message.events:
-                    if event.request_id in self.requests:
-                        self.requests[event.request_id].take(event)
+                    delivered = self.requests.get(event.request_id)
+                    if delivered is not None:
+                        delivered.answer = delivered.answer or Accepted(event.request_id)
+                        delivered.take(event)
         return taken
 
     def resubmit(self, unknown: Unknown) -> None:
