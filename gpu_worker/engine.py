@@ -67,11 +67,15 @@ class Engine:
         self.artifact = artifact
         self.options = limits.resolve(config, options)
         torch.set_num_threads(options.threads)
-        self.model = Model(config, artifact.tensors(), options.device)
+        keeps_inputs = options.kv_format in ("h", "h_int4")
+        self.model = Model(
+            config, artifact.tensors(), options.device, keeps_inputs, options.h_mode_fp16_attn_qkv
+        )
         self.model.ops.set_threads(options.threads)
         self.cache = KVCache(
-            config, self.options.num_blocks, options.max_rows, self.options.max_seq_len
-        )
+            config, self.options.num_blocks, options.max_rows, self.options.max_seq_len, options.kv_format,
+            options.kv_share, limits.num_copies(config, options),
+        )  # fmt: skip
         self.prefixes = PrefixStore(self.cache.pool)
         self.limits = limits.worker_limits(config, self.options)
         self.numerics_id = limits.numerics_id(config, options)
@@ -274,6 +278,9 @@ class Engine:
                 self._totals["prompt_tokens"] += work.end - work.start
                 self._score_prompt(work, batch.y[part])
                 self._store_prefix(sequence)
+            self.cache.settle(sequence.slot, work.end)
+            if not sequence.is_prefilling:
+                self.cache.fold(sequence.slot, work.end)
             if work.end == len(sequence.tokens) and not self._is_complete(sequence):
                 drawing.append(sequence)
                 at.append(part.stop - 1)

@@ -6,20 +6,25 @@ prelude and coda layers, laid out as if they were further core layers:
     table 0 .. extra-1        prelude and coda layers, `core` of them per block
     table extra + t - 1       loop t
 
+In cut KV formats the blocks of a sequence that are not settled yet have exact copies, from a pool of their own, and first blocks
+have exact sinks, which live as long as the block. With `last_loop` sharing, `fold` lets the last loop's block stand for all loops.
+
 Owns who holds which block; knows no requests, tokens or arithmetic. Sizes come from its counters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_worker.kv_store import copy_blocks, copy_place, form_of, make_store
 from gpu_worker.model_config import ModelConfig
-from kernels.layout import BLOCK_SIZE, PagedCache
+from kernels.layout import BLOCK_SIZE, CutCache
 
 Blocks = NDArray[np.int32]
-LANES = 16  # values per head are padded to a multiple of this
 
 
 class OutOfBlocks(Exception):
@@ -27,7 +32,9 @@ class OutOfBlocks(Exception):
 
 
 class BlockPool:
-    """Which blocks are free, and how many hold each of the others."""
+    """Which blocks are free, and how many hold each of the others. `on_free` is told of blocks that nobody holds any more."""
+
+    on_free: Callable[[Blocks], None] | None = None
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -66,31 +73,59 @@ class BlockPool:
         assert (self.refs[flat] > 0).all(), "released more often than taken"
         self.refs[flat] -= 1
         freed = flat[self.refs[flat] == 0]
+        if self.on_free is not None:
+            self.on_free(freed)
         self._free[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
 
 
 class KVCache:
-    """Block tables of up to `num_slots` sequences over one pool, and the tensors that the blocks live in."""
+    """Block tables of up to `num_slots` sequences over one pool, and the tensors that the blocks live in.
+
+    Args:
+        config: the model.
+        num_blocks: in the pool.
+        num_slots: sequences at a time.
+        max_positions: of one sequence.
+        kv_format, kv_share: see `kv_sizes`.
+        num_copies: exact copies of blocks, in formats that need them; no more than `num_blocks` are ever used.
+    """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, num_slots: int, max_positions: int
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        num_slots: int,
+        max_positions: int,
+        kv_format: str = "fp32",
+        kv_share: str = "per_loop",
+        num_copies: int | None = None,
     ) -> None:
-        arch, stages = config.arch, config.stages
         self.num_extra_tables = extra_tables(config)
         self.num_tables = self.num_extra_tables + config.loop.hard_max
-        self.pool = BlockPool(num_blocks)
-        self.paged = PagedCache(
-            torch.zeros(num_blocks, stages.core, arch.n_kv_heads, arch.head_dim, BLOCK_SIZE),
-            torch.zeros(num_blocks, stages.core, arch.n_kv_heads, BLOCK_SIZE, _padded_dim(config)),
-        )
-        self.block_bytes = block_bytes(config)
         self.max_blocks = -(-max_positions // BLOCK_SIZE)
-        self.block_tables = torch.full(
-            (num_slots, self.num_tables, self.max_blocks), -1, dtype=torch.int32
-        )
+        self.is_folding = kv_share == "last_loop"
+        self.form = form_of(config, kv_format)
+        self.block_bytes = self.form.block_bytes
+        self.pool = BlockPool(num_blocks)
+        self.copies = BlockPool(min(num_copies or num_blocks, num_blocks))
+        self.sinks = BlockPool(num_blocks)
+        shape = (num_slots, self.num_tables, self.max_blocks)
+        self.paged = make_store(self.form, num_blocks, self.copies.num_blocks, shape)
+        self.block_tables = torch.full(shape, -1, dtype=torch.int32)
         self._tables: Blocks = self.block_tables.numpy()
+        if self.form.has_copies:
+            assert isinstance(self.paged, CutCache)
+            self._copy_tables: Blocks = self.paged.exact_tables.numpy()
+            self._sink_of: Blocks = self.paged.sink_of.numpy()
+            self.pool.on_free = self._free_sinks
         self._num_blocks = np.zeros(num_slots, dtype=np.int64)  # per table of the slot's sequence
+        self._num_settled = np.zeros(
+            num_slots, dtype=np.int64
+        )  # of these, the first without copies
+        self._num_folded = np.zeros(
+            num_slots, dtype=np.int64
+        )  # of these, the first with one for all loops
         self._num_loops = np.zeros(num_slots, dtype=np.int64)
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
@@ -123,8 +158,18 @@ class KVCache:
         if want <= have:
             return
         height = self._height(slot)
-        blocks = self.pool.take((want - have) * height)
-        self._tables[slot, :height, have:want] = blocks.reshape(height, want - have)
+        count = (want - have) * height
+        blocks = self.pool.take(count).reshape(height, want - have)
+        if self.form.has_copies:
+            try:
+                copies = self.copies.take(count)
+            except OutOfBlocks:
+                self.pool.release(blocks)
+                raise
+            self._copy_tables[slot, :height, have:want] = copies.reshape(height, want - have)
+            if have == 0:
+                self._sink_of[blocks[:, 0]] = self.sinks.take(height)
+        self._tables[slot, :height, have:want] = blocks
         self._num_blocks[slot] = want
 
     def truncate(self, slot: int, num_positions: int) -> None:
@@ -133,9 +178,29 @@ class KVCache:
         if keep >= have:
             return
         height = self._height(slot)
-        self.pool.release(self._tables[slot, :height, keep:have])
+        self._drop_copies(slot, keep, have)
+        self.pool.release(self._distinct(slot, keep, have))
         self._tables[slot, :height, keep:have] = -1
         self._num_blocks[slot] = keep
+        for counts in (self._num_settled, self._num_folded):
+            counts[slot] = min(counts[slot], keep)
+
+    def settle(self, slot: int, num_positions: int) -> None:
+        """The full blocks in [0, num_positions) are final: no row in them runs again, their exact copies are given back."""
+        full = num_positions // BLOCK_SIZE
+        self._drop_copies(slot, 0, full)
+        self._num_settled[slot] = max(self._num_settled[slot], full)
+
+    def fold(self, slot: int, num_positions: int) -> None:
+        """Lets the last loop's K and V of the full blocks in [0, num_positions) stand for those of all loops (`last_loop` sharing)."""
+        first, full = int(self._num_folded[slot]), num_positions // BLOCK_SIZE
+        height = self._height(slot)
+        if not self.is_folding or full <= first:
+            return
+        loops = self._tables[slot, self.num_extra_tables : height, first:full]
+        self.pool.release(loops[:-1])
+        loops[:-1] = loops[-1]
+        self._num_folded[slot] = full
 
     def adopt(self, slot: int, blocks: Blocks) -> None:
         """Starts an empty slot with shared, full blocks (at least the slot's tables, num_blocks)."""
@@ -143,10 +208,11 @@ class KVCache:
         height, count = self._height(slot), blocks.shape[1]
         self.pool.share(blocks[:height])
         self._tables[slot, :height, :count] = blocks[:height]
-        self._num_blocks[slot] = count
+        self._num_blocks[slot] = self._num_settled[slot] = count
 
     def hold(self, slot: int, num_positions: int) -> Blocks:
         """Shares the slot's blocks of the full blocks in [0, num_positions): (tables, num_blocks), to be released later."""
+        assert self._num_folded[slot] == 0, "what others start from is kept per loop"
         blocks = self._tables[slot, : self._height(slot), : num_positions // BLOCK_SIZE].copy()
         self.pool.share(blocks)
         return blocks
@@ -166,8 +232,7 @@ class KVCache:
         shared = self.pool.refs[part] > 1
         old = part[shared]
         new = self.pool.take(len(old))
-        for stored in (self.paged.keys, self.paged.values):
-            stored[torch.from_numpy(new).long()] = stored[torch.from_numpy(old).long()]
+        copy_blocks(self.paged, torch.from_numpy(old).long(), torch.from_numpy(new).long())
         part[shared] = new
         self.pool.release(old)
 
@@ -175,19 +240,63 @@ class KVCache:
         """Writes the K and V of one place at `loop` into the same place of the loops after it, up to `last_loop`."""
         block, offset = place // BLOCK_SIZE, place % BLOCK_SIZE
         first = self.num_extra_tables + loop - 1
-        source, *others = self._tables[slot, first : first + last_loop - loop + 1, block].tolist()
-        self.paged.keys[others, ..., offset] = self.paged.keys[source, ..., offset]
-        self.paged.values[others, :, :, offset] = self.paged.values[source, :, :, offset]
+        tables = slice(first, first + last_loop - loop + 1)
+        copies = self._copy_tables[slot, tables, block].tolist() if self.form.has_copies else []
+        copy_place(self.paged, offset, self._tables[slot, tables, block].tolist(), copies)
 
     def _height(self, slot: int) -> int:
         return self.num_extra_tables + int(self._num_loops[slot])
+
+    def _distinct(self, slot: int, first: int, last: int) -> Blocks:
+        """The blocks in columns [first, last) of the slot's tables, each once."""
+        height, folded = self._height(slot), min(max(int(self._num_folded[slot]), first), last)
+        lower = np.delete(
+            self._tables[slot, :height, first:folded],
+            np.s_[self.num_extra_tables : height - 1],
+            axis=0,
+        )
+        return np.concatenate([lower.ravel(), self._tables[slot, :height, folded:last].ravel()])
+
+    def _drop_copies(self, slot: int, first: int, last: int) -> None:
+        """Gives back the exact copies of columns [first, last)."""
+        first = max(first, int(self._num_settled[slot]))
+        if self.form.has_copies and first < last:
+            part = self._copy_tables[slot, : self._height(slot), first:last]
+            self.copies.release(part)
+            part[:] = -1
+
+    def _free_sinks(self, freed: Blocks) -> None:
+        owners = freed[self._sink_of[freed] >= 0]
+        self.sinks.release(self._sink_of[owners])
+        self._sink_of[owners] = -1
 
     # ------------------------------------------------------------------------------------------------------------- sizes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all held blocks, and of the tables."""
-        return self.pool.num_used * self.block_bytes + self.block_tables.nbytes
+        """Bytes of all held blocks with their scales, exact copies and sinks, and of the tables."""
+        tables = self.block_tables.nbytes
+        if self.form.has_copies:
+            tables += self._copy_tables.nbytes + self._sink_of.nbytes
+        return (
+            self.pool.num_used * self.block_bytes
+            + self.copies.num_used * self.form.copy_bytes
+            + self.sinks.num_used * self.form.sink_bytes
+            + tables
+        )
+
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes that one sequence takes: blocks, exact copies, sinks and its part of the tables."""
+        count, height = int(self._num_blocks[slot]), self._height(slot)
+        blocks = self._distinct(slot, 0, count)
+        num_copies = (count - int(self._num_settled[slot])) * height * self.form.has_copies
+        num_sinks = int((self._sink_of[blocks] >= 0).sum()) if self.form.has_copies else 0
+        return (
+            len(blocks) * self.block_bytes
+            + num_copies * self.form.copy_bytes
+            + num_sinks * self.form.sink_bytes
+            + height * count * 4 * (1 + self.form.has_copies)
+        )
 
     @property
     def num_free_slots(self) -> int:
@@ -197,13 +306,3 @@ class KVCache:
 def extra_tables(config: ModelConfig) -> int:
     """Tables that hold the layers before and after the loop."""
     return -(-(config.stages.prelude + config.stages.coda) // config.stages.core)
-
-
-def block_bytes(config: ModelConfig) -> int:
-    """Bytes of one block: K and V of 64 positions in all core layers, fp32."""
-    per_position = config.arch.n_kv_heads * (config.arch.head_dim + _padded_dim(config))
-    return config.stages.core * BLOCK_SIZE * per_position * 4
-
-
-def _padded_dim(config: ModelConfig) -> int:
-    return -(-config.arch.head_dim // LANES) * LANES

@@ -38,8 +38,8 @@ def slot_bytes_per_token(arch: Arch, kv_format: str) -> float:
 
 
 def h_group(arch: Arch) -> int:
-    """Values per scale of `h_int4`: the largest divisor of d_model up to 128."""
-    return max(n for n in range(1, 129) if arch.d_model % n == 0)
+    """Values per scale of `h_int4`: the largest even divisor of d_model up to 128 (two values share a byte)."""
+    return max(n for n in range(2, 129, 2) if arch.d_model % n == 0)
 
 
 def num_slots(config: ModelConfig, kv_share: str, loops: int) -> int:

@@ -16,8 +16,9 @@ import torch
 
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.exits import is_sequential
-from gpu_worker.kv_cache import block_bytes, extra_tables
-from gpu_worker.kv_sizes import mode_name, unusable_reason
+from gpu_worker.kv_cache import extra_tables
+from gpu_worker.kv_sizes import is_absorbed, mode_name, unusable_reason
+from gpu_worker.kv_store import form_of
 from gpu_worker.model_config import ModelConfig
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import Run, WorkerLimits
@@ -51,27 +52,41 @@ def resolve(config: ModelConfig, options: EngineOptions) -> EngineOptions:
         ArtifactError: TL013 if the artifact cannot use the KV mode, TL014 if not even one longest sequence fits in the pool.
     """
     reason = unusable_reason(config, options.kv_format, options.kv_share)
-    if not reason and (options.kv_format, options.kv_share) != ("fp32", "per_loop"):
+    if not reason and options.device != "cpu" and kv_mode(config, options) != "fp16":
         reason = f"the {options.device} device has no such mode"
     if reason:
-        mode = mode_name(options.kv_format, options.kv_share)
         raise ArtifactError(
             "TL013",
-            f"KV mode {mode}: {reason}",
+            f"KV mode {kv_mode(config, options)}: {reason}",
             "choose another TINYLOOP_KV_FORMAT or TINYLOOP_KV_SHARE",
         )
     max_seq_len = min(options.max_seq_len or config.arch.max_pos, config.arch.max_pos)
     one = -(-max_seq_len // BLOCK_SIZE) * (extra_tables(config) + config.loop.default)
-    num_blocks = options.num_blocks or min(
-        one * options.max_rows, int(free_memory() * MEMORY_SHARE) // block_bytes(config)
-    )
+    form = form_of(config, options.kv_format)
+    budget = int(free_memory() * MEMORY_SHARE)
+    for_stored = budget - num_copies(config, options) * form.copy_bytes
+    fitting = max(for_stored // form.block_bytes, budget // (form.block_bytes + form.copy_bytes))
+    num_blocks = options.num_blocks or min(one * options.max_rows, fitting)
     if num_blocks < one:
         raise ArtifactError(
             "TL014",
-            f"the KV pool has {num_blocks} blocks of {block_bytes(config)} bytes, one sequence of {max_seq_len} positions takes {one}",
+            f"the KV pool has {num_blocks} blocks of {form.block_bytes} bytes, one sequence of {max_seq_len} positions takes {one}",
             "raise TINYLOOP_KV_BLOCKS or lower TINYLOOP_MAX_SEQ_LEN",
         )
     return replace(options, max_seq_len=max_seq_len, num_blocks=num_blocks)
+
+
+def kv_mode(config: ModelConfig, options: EngineOptions) -> str:
+    """The name of the mode that a worker runs; where K and V are rebuilt in fp16, that is part of it."""
+    name = mode_name(options.kv_format, options.kv_share)
+    is_rebuilt = options.kv_format in ("h", "h_int4") and not is_absorbed(config)
+    return f"{name}+fp16_qkv" if is_rebuilt and options.h_mode_fp16_attn_qkv else name
+
+
+def num_copies(config: ModelConfig, options: EngineOptions) -> int:
+    """Exact copies of blocks that can be in use at once: two blocks of each sequence's tables and the chunk of a prompt."""
+    num_tables = extra_tables(config) + config.loop.hard_max
+    return num_tables * (2 * options.max_rows + options.prefill_chunk // BLOCK_SIZE + 1)
 
 
 def free_memory() -> int:
@@ -98,7 +113,7 @@ def worker_limits(config: ModelConfig, options: EngineOptions) -> WorkerLimits:
         has_injection=config.loop.inject != "none",
         has_init_seed=config.loop.state_init.kind == "normal",
         exit_kinds=("none", "latent", "kl") + ("gate",) * (config.exit.kind == "gate"),
-        kv_modes=(mode_name(options.kv_format, options.kv_share),),
+        kv_modes=(kv_mode(config, options),),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kernels
 from gpu_worker.initial_state import initial_state
+from gpu_worker.input_attention import InputAttention
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.rows import Rows
@@ -34,10 +35,17 @@ class Model:
         config: the model.
         tensors: its weights by their artifact names, as stored or in fp32.
         device: whose kernels run it.
+        keeps_inputs: its cache keeps the attention's inputs instead of K and V.
+        is_half: where K and V are made again from inputs, round them and q to fp16.
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], device: str = "cpu"
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        device: str = "cpu",
+        keeps_inputs: bool = False,
+        is_half: bool = False,
     ) -> None:
         self.config = config
         self.arch = config.arch
@@ -45,6 +53,11 @@ class Model:
         self.ops = kernels.backend(device)
         self.weights = pack_weights(config, tensors, self.ops)
         self.has_coda = config.stages.coda > 0
+        self._over_inputs = (
+            InputAttention(config, tensors, self.weights, self.ops, is_half)
+            if keeps_inputs
+            else None
+        )
         self._gate = (
             None
             if self.weights.exit_weight is None
@@ -216,6 +229,8 @@ class Model:
 
     def _attention(self, layer: Layer, x: Tensor, cache: KVCache, paging: Paging) -> Tensor:
         """The heads' outputs (n, H Dh) of the normed input x; writes K and V first, so that rows of one pass see each other."""
+        if self._over_inputs is not None:
+            return self._over_inputs.attend(layer, x, cache, paging)
         qkv = self.ops.linear(x, layer.qkv)
         self.ops.prepare_qkv(
             qkv, self._heads, layer.q_norm, layer.k_norm, self.arch.norm_eps, layer.qk_bias, self.weights.rotary,

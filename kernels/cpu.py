@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_dense, cpu_exits, cpu_sampling
+from kernels import cpu_attention, cpu_cut, cpu_dense, cpu_exits, cpu_sampling
 from kernels.cpu_dense import PANEL
-from kernels.layout import Packed, PagedCache, Paging
+from kernels.layout import CutCache, Packed, PagedCache, Paging
 
 _pool: ThreadPoolExecutor | None = None
 _num_threads = 1
@@ -91,6 +91,7 @@ def linear_add(x: Tensor, weight: Packed, y: Tensor) -> None:
 
 
 def _multiply(x: Tensor, weight: Packed, y: Tensor) -> None:
+    assert x.is_contiguous() and y.is_contiguous(), "the kernel goes by addresses"
     data, scale = weight.arrays
     split(cpu_dense.product, data.shape[0], x.numpy(), data, scale, y.numpy())
 
@@ -163,38 +164,105 @@ _NONE1, _NONE3 = np.empty(0, dtype=np.float32), np.empty((0, 0, 0), dtype=np.flo
 
 
 def store_kv(
-    qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer: int, paging: Paging
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    cache: PagedCache | CutCache,
+    layer: int,
+    paging: Paging,
 ) -> None:
     """Writes each row's K and V, from qkv (n, (H + 2 Hkv) Dh), to the row's place in layer `layer` of its block."""
+    num_heads, num_kv, dim = heads
+    if isinstance(cache, CutCache):
+        _store_cut(qkv, num_heads * dim, (num_heads + num_kv) * dim, num_kv, dim, cache, layer, paging)
+        return
     arrays = _arrays(paging)
     split(
-        cpu_attention.store, qkv.shape[0], qkv.numpy(), heads[0], heads[2], *_stored(cache), layer,
+        cpu_attention.store, qkv.shape[0], qkv.numpy(), num_heads, dim, *_stored(cache), layer,
         arrays.slots, arrays.tables, arrays.places, arrays.block_tables,
     )  # fmt: skip
+
+
+def store_inputs(x: Tensor, cache: CutCache, layer: int, paging: Paging) -> None:
+    """Writes each row's attention input, x (n, d), to its place in a cache that keeps inputs."""
+    _store_cut(x, 0, 0, 1, x.shape[1], cache, layer, paging)
+
+
+def read_inputs(cache: CutCache, layer: int, blocks: Tensor, copies: Tensor) -> Tensor:
+    """The inputs (num_blocks, BLOCK_SIZE, d) of a sequence's first blocks, block ids int32 (num_blocks,) in one of its tables.
+
+    Where `copies` int32 (num_blocks,) is 0 or more they come from that exact copy, else from the stored form with exact sinks.
+    """
+    kind, group, arrays, exact, sinks = _cut_arrays(cache)
+    dim = cache.sink_values.shape[-1]
+    out = torch.zeros(len(blocks), cache.values.shape[3], dim)
+    cpu_cut.read_inputs(
+        blocks.numpy(), copies.numpy(), dim, kind, group, *arrays, *exact[:2], *sinks, layer, out.numpy()
+    )  # fmt: skip
+    return out
 
 
 def attention(
     qkv: Tensor,
     heads: tuple[int, int, int],
-    cache: PagedCache,
+    cache: PagedCache | CutCache,
     layer: int,
     slopes: Tensor | None,
     paging: Paging,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of each row's q over the keys up to its own position, read through its tables. Returns (n, H Dh).
 
     The keys of a block are reduced together, the blocks in ascending order from block 0 with a running maximum, so a row's result
-    depends on its position and keys alone. `slopes` (H,) are ALiBi's.
+    depends on its position and keys alone. `slopes` (H,) are ALiBi's; scores are times `scale`, 1 / sqrt(Dh) if None (a cut
+    cache may ask for another). Of qkv only q is read.
     """
     num_heads, num_kv, dim = heads
     out = torch.empty(qkv.shape[0], num_heads * dim)
     a = _arrays(paging)
-    split(
-        cpu_attention.attend, (a.tiles.shape[0] - 1) * num_kv, qkv.numpy(), num_heads, num_kv, dim, *_stored(cache),
-        layer, _NONE1 if slopes is None else slopes.numpy(), a.tiles, a.slots, a.tables, a.positions,
-        a.windows, a.row_map, a.map_base, a.maps, a.block_tables, out.numpy(),
+    biases = _NONE1 if slopes is None else slopes.numpy()
+    where = (
+        a.tiles, a.slots, a.tables, a.positions, a.windows, a.row_map, a.map_base, a.maps, a.block_tables, out.numpy(),
     )  # fmt: skip
+    items = (a.tiles.shape[0] - 1) * num_kv
+    if isinstance(cache, CutCache):
+        kind, group, arrays, exact, sinks = _cut_arrays(cache)
+        factor = np.float32(1.0 / np.sqrt(dim) if scale is None else scale)
+        split(
+            cpu_cut.attend, items, qkv.numpy(), num_heads, num_kv, dim, factor, kind, group, *arrays, *exact,
+            *sinks, layer, biases, *where,
+        )  # fmt: skip
+    else:
+        split(
+            cpu_attention.attend, items, qkv.numpy(), num_heads, num_kv, dim, *_stored(cache), layer, biases, *where,
+        )  # fmt: skip
     return out
+
+
+def _store_cut(
+    rows: Tensor, first_key: int, first_value: int, heads: int, dim: int, cache: CutCache, layer: int, paging: Paging
+) -> None:  # fmt: skip
+    a = _arrays(paging)
+    kind, group, arrays, exact, sinks = _cut_arrays(cache)
+    split(
+        cpu_cut.store, rows.shape[0], rows.numpy(), first_key, first_value, heads, dim, kind, group, *arrays, *exact, *sinks,
+        layer, a.slots, a.tables, a.places, a.block_tables,
+    )  # fmt: skip
+
+
+_CUT_KINDS = {"fp16": cpu_cut.FP16, "int8": cpu_cut.INT8, "int4": cpu_cut.INT4}
+
+
+def _cut_arrays(cache: CutCache) -> Any:
+    """(kind, group, stored arrays, exact copies, sinks) in the order of the kernels' arguments."""
+    if cache.arrays is None:
+        cache.arrays = (
+            _CUT_KINDS[cache.kind],
+            cache.group,
+            (cache.keys.numpy(), cache.values.numpy(), cache.scales.numpy()),
+            (cache.exact_keys.numpy(), cache.exact_values.numpy(), cache.exact_tables.numpy()),
+            (cache.sink_keys.numpy(), cache.sink_values.numpy(), cache.sink_of.numpy()),
+        )
+    return cache.arrays
 
 
 def _stored(cache: PagedCache) -> Any:

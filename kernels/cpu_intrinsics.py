@@ -244,3 +244,28 @@ def address(typingctx, array):  # type: ignore[no-untyped-def]
         return builder.ptrtoint(value.data, _i64)
 
     return types.int64(array), codegen
+
+
+@intrinsic
+def to_half(typingctx, x):  # type: ignore[no-untyped-def]
+    """The bits of x, fp32, rounded to fp16 (to even; beyond its range to the largest), as int16."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        (x,) = args
+        top = ir.Constant(_f32, 65504.0)
+        bottom = ir.Constant(_f32, -65504.0)
+        x = builder.select(builder.fcmp_ordered(">", x, top), top, x)
+        x = builder.select(builder.fcmp_ordered("<", x, bottom), bottom, x)
+        return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), codegen
+
+
+@intrinsic
+def from_half(typingctx, bits):  # type: ignore[no-untyped-def]
+    """The fp32 value of fp16 bits given as int16."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _f32)
+
+    return types.float32(types.int16), codegen

@@ -42,6 +42,42 @@ class PagedCache:
 
 
 @dataclass(slots=True)
+class CutCache:
+    """K and V, or the attention's inputs, of all blocks of the pool in a cut form, with exact copies of what is read exactly.
+
+    A query reads the keys of its own block of BLOCK_SIZE positions, and the first NUM_SINKS keys, from fp16 copies, all others in
+    the stored form. fp16 forms need no copies. The forms that keep inputs (h, h_int4) have one head of d_model values, no keys.
+    A group of values shares a scale: int8 is q s, s = max|x| / 127; int4 is q s + z, z = min x, s = (max - min) / 15, two to a byte, the
+    low half of a group in the low bits.
+
+    Attributes:
+        kind: fp16, int8 or int4.
+        group: values per scale.
+        keys: (num_blocks, layers, heads, stored_dim, BLOCK_SIZE), int16 (bits of fp16), int8, or uint8 with stored_dim = dim / 2.
+        values: (num_blocks, layers, heads, BLOCK_SIZE, stored_dim).
+        scales: (num_blocks, layers, heads, 2, scales per position, BLOCK_SIZE), bits of fp16, of keys and values (of values alone
+            where there are no keys); int4 has scale and zero point per group.
+        exact_keys, exact_values: like keys and values, bits of fp16, of the blocks that are still being filled.
+        exact_tables: (num_slots, num_tables, max_blocks) which of them, -1 for none; empty where there are no copies.
+        sink_keys, sink_values: (num_sinks, layers, heads, NUM_SINKS, dim) bits of fp16.
+        sink_of: (num_blocks,) which of them belongs to a block, -1 for none.
+    """
+
+    kind: str
+    group: int
+    keys: Tensor
+    values: Tensor
+    scales: Tensor
+    exact_keys: Tensor
+    exact_values: Tensor
+    exact_tables: Tensor
+    sink_keys: Tensor
+    sink_values: Tensor
+    sink_of: Tensor
+    arrays: Any = field(default=None, repr=False)  # a backend's own form of the above, made once
+
+
+@dataclass(slots=True)
 class Paging:
     """Where the rows of one pass write their own key and read all others. int32, one entry per row unless said.
 
