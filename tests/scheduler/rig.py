@@ -463,6 +463,9 @@ class Rig:
         assert value is not None, name
         return value
 
+    def count_of(self, name: str, **labels: str) -> float | None:
+        return self.scheduler.hub.metrics.registry.get_sample_value(name, labels)
+
     def check_books(self) -> None:
         """submitted = completed + errored + cancelled + queued + in flight, and every part agrees with the others."""
         hub = self.scheduler.hub
