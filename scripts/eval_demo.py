@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from demo_model import LoopedModel, shift_states
-from demo_texts import MAX_HOPS, MAX_NAMES, LineTask
+from demo_texts import MAX_NAMES, MAX_STEPS, LineTask
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -38,17 +38,23 @@ def model_of(artifact: Artifact) -> LoopedModel:
 
 
 @torch.no_grad()
-def token_losses(model: LoopedModel, rows: Tensor, loops: int, mode: str) -> tuple[Tensor, Tensor]:
-    """Nats and hits (both (rows, length - 1)) of predicting each next token of `rows`."""
-    tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+def final_states(model: LoopedModel, tokens: Tensor, loops: int, mode: str) -> Tensor:
+    """States (rows, length, d) after `loops` loops in one of MODES."""
     state, last = model.states(tokens, loops)
     if mode == "warm":
         for _ in range(2):  # a chain of carried-over states, followed to second order
             state, _ = model.states(tokens, loops, initial=shift_states(state))
     elif mode == "shared":
         state, _ = model.states(tokens, loops, earlier=last)
-    losses, best = model.loss(model.readout(state), targets)
-    return losses.view_as(targets), (best == targets.flatten()).view_as(targets)
+    return state
+
+
+@torch.no_grad()
+def token_losses(model: LoopedModel, rows: Tensor, loops: int, mode: str) -> Tensor:
+    """Nats (rows, length - 1) of each next token of `rows`."""
+    targets = rows[:, 1:].contiguous()
+    losses, _ = model.loss(model.readout(final_states(model, rows[:, :-1].contiguous(), loops, mode)), targets)
+    return losses.view_as(targets)
 
 
 def held_out(path: Path, length: int, per_source: int) -> dict[str, Tensor]:
@@ -59,7 +65,7 @@ def held_out(path: Path, length: int, per_source: int) -> dict[str, Tensor]:
     for source in meta["sources"]:
         low, high = source["held"]
         count = (high - low - 1) // length
-        if count:
+        if count > 0:
             picks = np.linspace(0, count - 1, min(count, per_source)).astype(int)
             parts = [held[low + i * length : low + (i + 1) * length + 1] for i in picks]
             rows[source["name"]] = torch.from_numpy(np.stack(parts))
@@ -70,20 +76,24 @@ def perplexities(model: LoopedModel, rows: dict[str, Tensor], loops: int, mode: 
     """Perplexity of each source and of all rows together."""
     out, total, count = {}, 0.0, 0
     for name, part in rows.items():
-        losses = torch.cat([token_losses(model, chunk, loops, mode)[0] for chunk in part.split(4)])
+        losses = torch.cat([token_losses(model, chunk, loops, mode) for chunk in part.split(4)])
         out[name] = math.exp(losses.mean().item())
         total, count = total + losses.sum().item(), count + losses.numel()
     return {"all": math.exp(total / count), **out}
 
 
-def accuracy(model: LoopedModel, task: LineTask, loops: int, rows: int, length: int) -> list[float]:
-    """Share of right answers for 1..MAX_HOPS steps in lines of MAX_NAMES names; the same questions at every depth."""
-    tokens, hops, _ = task.batch(np.random.default_rng(20_000), rows, length, MAX_NAMES, MAX_HOPS)
-    _, hits = zip(*[token_losses(model, part, loops, "plain") for part in torch.from_numpy(tokens).split(8)], strict=True)
-    depth, hit = hops[:, 1:].ravel(), torch.cat(hits).numpy().ravel()
-    asked = np.bincount(depth, minlength=MAX_HOPS + 1)[1:]
-    right = np.bincount(depth[hit], minlength=MAX_HOPS + 1)[1:]
-    return [float(a) for a in right / np.maximum(asked, 1)]
+@torch.no_grad()
+def accuracy(model: LoopedModel, task: LineTask, loops: int, rows: int) -> list[float]:
+    """Share of right answers for 1..MAX_STEPS steps; each line of MAX_NAMES names has one question, the same at all depths."""
+    lines = task.batch(np.random.default_rng(20_000), rows, 128, MAX_NAMES, 1)
+    at, hits = torch.from_numpy(lines.asked_at), []
+    for tokens in torch.from_numpy(lines.tokens[:, : lines.used]).split(32):
+        answers = tokens[:, at + 1]
+        _, best = model.loss(model.readout(final_states(model, tokens, loops, "plain"), at=at), answers)
+        hits.append(best == answers.flatten())
+    steps, hit = lines.steps.ravel(), torch.cat(hits).numpy()
+    asked = np.bincount(steps, minlength=MAX_STEPS + 1)[1:]
+    return [float(a) for a in np.bincount(steps[hit], minlength=MAX_STEPS + 1)[1:] / np.maximum(asked, 1)]
 
 
 def check(artifact: Artifact, model: LoopedModel, tokens: list[int], loops: int) -> float:
@@ -101,7 +111,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rows", type=int, default=12, help="held-out rows of each source")
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--task-rows", type=int, default=32)
+    parser.add_argument("--task-rows", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="only compare logits with gpu_worker/naive.py")
     args = parser.parse_args()
@@ -128,8 +138,8 @@ def main() -> None:
             row: dict[str, Any] = {"perplexity": perplexities(model, rows, loops, mode)}
             line = f"{loops:5} {mode:8}" + "".join(f"{row['perplexity'][name]:16.3f}" for name in names)
             if mode == "plain":
-                row["task_by_steps"] = accuracy(model, task, loops, args.task_rows, 257)
-                row["task"] = sum(row["task_by_steps"]) / MAX_HOPS
+                row["task_by_steps"] = accuracy(model, task, loops, args.task_rows)
+                row["task"] = sum(row["task_by_steps"]) / MAX_STEPS
                 line += f"   {row['task']:6.1%}  " + " ".join(f"{a:4.0%}" for a in row["task_by_steps"])
             row["seconds"] = round(time.monotonic() - began, 1)
             figures[f"{mode}-{loops}"] = row

@@ -271,9 +271,12 @@ class Trainer:
         self.rng.bit_generator.state, self.text.rng.bit_generator.state = state["rng"]
         return True
 
-    def start_from(self, folder: Path) -> None:
-        """Takes the int8 weights of an earlier run as they are; moments and clock begin anew."""
-        self.model.load(read_quantised(folder, dequantise=True))
+    def start_from(self, artifact: Path) -> None:
+        """Takes the weights of an earlier artifact; moments and clock begin anew."""
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        from gpu_worker.artifact import load
+
+        self.model.load(load(artifact).tensors(dequantise=True))
 
     def write_quantised(self, tensors: dict[str, Tensor]) -> None:
         """int8 weights and scales as two safetensors files, each under 16 MiB."""
@@ -287,14 +290,6 @@ class Trainer:
                 part[name] = weight.detach().float().cpu()
         for i, part in enumerate(parts):
             save_file(part, self.folder / f"weights-{i}.safetensors")
-
-
-def read_quantised(folder: Path, dequantise: bool) -> dict[str, Tensor]:
-    tensors = load_file(folder / "weights-0.safetensors") | load_file(folder / "weights-1.safetensors")
-    if not dequantise:
-        return tensors
-    scales = {name: tensors.pop(f"{name}.scale") for name in list(tensors) if f"{name}.scale" in tensors}
-    return {name: w.float() * scales[name][:, None] if name in scales else w for name, w in tensors.items()}
 
 
 def show_bar(trainer: Trainer, losses: dict[str, float], speed: float) -> None:
@@ -356,6 +351,7 @@ def export(folder: Path, corpus: Path, artifact: Path) -> None:
 
     from gpu_worker.artifact import ModelConfig, write
 
+    tensors = load_file(folder / "weights-0.safetensors") | load_file(folder / "weights-1.safetensors")
     with np.load(corpus) as z:
         meta = json.loads(bytes(z["meta"]))
     blobs = {
@@ -368,7 +364,7 @@ def export(folder: Path, corpus: Path, artifact: Path) -> None:
         "text": [{k: s[k] for k in ("name", "package", "licence")} for s in meta["sources"]],
     }
     artifact.parent.mkdir(parents=True, exist_ok=True)
-    write(artifact, ModelConfig.from_json(json.dumps(CONFIG)), read_quantised(folder, dequantise=False), blobs, source)
+    write(artifact, ModelConfig.from_json(json.dumps(CONFIG)), tensors, blobs, source)
     print(f"{artifact}: {artifact.stat().st_size / 2**20:.2f} MiB")
 
 
@@ -382,7 +378,7 @@ def main() -> None:
     parser.add_argument("--task-rows", type=int, default=Recipe.task_rows)
     parser.add_argument("--reserve", type=float, default=Recipe.reserve_s, help="seconds kept for the last evaluation")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates")
-    parser.add_argument("--start-from", type=Path, help="folder of an earlier run whose weights to go on from")
+    parser.add_argument("--start-from", type=Path, help="an earlier artifact whose weights to go on from")
     parser.add_argument("--plain-attention", action="store_true", help="no flex attention: slower, compiles anywhere")
     parser.add_argument("--export", type=Path, help="folder of a finished run: write --artifact and stop")
     parser.add_argument("--artifact", type=Path, default=Path("gpu_worker/data/demo.tinyloop"))
