@@ -26,7 +26,7 @@ from gpu_worker.convert_gguf import GgufFile
 from gpu_worker.convert_plan import Plan
 from gpu_worker.convert_source import SafetensorsFolder, SourceConfig, WeightSource, read_json
 from gpu_worker.convert_tokenizer import Texts, merge_eos, read_texts
-from gpu_worker.model_config import SpecialTokens, check
+from gpu_worker.model_config import ModelConfig, SpecialTokens
 
 CONVERTER = "1"
 
@@ -64,7 +64,7 @@ def convert(source: str | Path, out: str | Path, options: Options = Options()) -
     weights, plan, texts = _open(source, options)
     plan.check(weights)
     _decide(plan, weights, texts, options, source)
-    check(plan.config)
+    ModelConfig.from_json(plan.config.to_json())  # all values of the right type and range
     blobs = dict(texts.blobs)
     makers = plan.makers(weights)
     with tqdm(disable=not options.progress, desc="self-check", unit=" tensors") as bar:

@@ -70,7 +70,14 @@ def plan(config: SourceConfig, source: WeightSource) -> Plan:
         )
     for key, allowed in _NEUTRAL.items():
         config.require(key, allowed, allowed[0])
-    made = family(config, source)
+    try:
+        made = family(config, source)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as ex:
+        raise ArtifactError(
+            "TL022",
+            f"a value in the configuration is of a kind that upstream never writes: {ex}",
+            "correct config.json",
+        ) from None
     unseen = [key for key in config.unseen() if key not in _HARMLESS]
     if unseen:
         made.notes.append("keys of config.json without effect here: " + ", ".join(unseen))
@@ -82,7 +89,7 @@ def plan(config: SourceConfig, source: WeightSource) -> Plan:
 
 def _llama(config: SourceConfig, source: WeightSource) -> Plan:
     """Llama, Mistral, Qwen 2 and 3 (dense), SmolLM: pre-norm blocks, one loop."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.layers("num_hidden_layers")
     arch = _llama_arch(config, source, num_layers, block="pre")
     loop = Loop(default=1, trained_max=1, hard_max=1, norm_each=True)
     made = Plan(
@@ -159,7 +166,7 @@ def _llama_parts(made: Plan, source: WeightSource, norms: dict[str, str]) -> Non
 
 def _ouro(config: SourceConfig, source: WeightSource) -> Plan:
     """Ouro: all layers are the core, each loop ends with the final norm, a gate tells when to leave."""
-    num_layers, loops = config.integer("num_hidden_layers"), config.integer("total_ut_steps")
+    num_layers, loops = config.layers("num_hidden_layers"), config.layers("total_ut_steps")
     arch = _llama_arch(config, source, num_layers, block="branch_post")
     loop = Loop(default=loops, trained_max=loops, hard_max=2 * loops, norm_each=True)
     threshold = config.number("early_exit_threshold", 1.0)
@@ -226,11 +233,11 @@ def _huginn(config: SourceConfig, source: WeightSource) -> Plan:
             "qk_bias", True, "false where num_key_value_heads differs from the number of heads"
         )
     stages = Stages(
-        config.integer("n_layers_in_prelude"),
-        config.integer("n_layers_in_recurrent_block"),
-        config.integer("n_layers_in_coda"),
+        config.layers("n_layers_in_prelude"),
+        config.layers("n_layers_in_recurrent_block"),
+        config.layers("n_layers_in_coda"),
     )
-    loops = config.integer("mean_recurrence")
+    loops = config.layers("mean_recurrence")
     std = float(init["std"]) * float(init["embed_scale"])
     state = (
         StateInit("normal", std, 3.0)
@@ -295,11 +302,12 @@ def _model(
     config: SourceConfig, arch: Arch, stages: Stages, loop: Loop, exit_: Exit
 ) -> ModelConfig:
     eos = config.get("eos_token_id", [])
-    tokens = SpecialTokens(
-        config.get("bos_token_id"),
-        tuple(eos if isinstance(eos, list) else [eos]),
-        config.get("pad_token_id"),
-    )
+    eos = eos if isinstance(eos, list) else [eos]
+    bos, pad = config.get("bos_token_id"), config.get("pad_token_id")
+    for key, ids in (("eos_token_id", eos), ("bos_token_id", [bos]), ("pad_token_id", [pad])):
+        if not all(token is None or type(token) is int for token in ids):
+            raise config.fault(key, ids, "token ids")
+    tokens = SpecialTokens(bos, tuple(eos), pad)
     return ModelConfig("model", arch, stages, loop, exit_, tokens)
 
 

@@ -16,6 +16,7 @@ from gpu_worker.model_config import parse_json
 from gpu_worker.safetensors_file import SafetensorsFile
 
 MAX_JSON_BYTES = 100_000_000
+MAX_LAYERS = 10_000
 
 
 class WeightSource(Protocol):
@@ -106,11 +107,15 @@ class SourceConfig:
             raise self.fault(key, value, "a number")
         return float(value)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
+        """A whole number from 0 to `most`."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fault(key, value, "an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise self.fault(key, value, f"an integer from 0 to {most}")
         return value
+
+    def layers(self, key: str) -> int:
+        return self.integer(key, most=MAX_LAYERS)
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         """Refuses any value but the allowed ones.

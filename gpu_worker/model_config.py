@@ -226,7 +226,7 @@ def check(config: ModelConfig) -> None:
         raise _invalid("name", config.name, "a printable name")
     for key in ("d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab", "max_pos"):
         if not 1 <= getattr(arch, key) < 1 << 31:
-            raise _invalid(f"arch.{key}", getattr(arch, key), "1 or more")
+            raise _invalid(f"arch.{key}", getattr(arch, key), "1 or more, below 2^31")
     if arch.n_heads % arch.n_kv_heads:
         raise _invalid("arch.n_kv_heads", arch.n_kv_heads, f"a divisor of n_heads ({arch.n_heads})")
     if arch.qk_bias and arch.n_heads != arch.n_kv_heads:
@@ -343,7 +343,7 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, list):
             raise _invalid(path, value, "a list")
         return tuple(_read(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 1 << 53:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise _invalid(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 import subprocess
 import sys
@@ -461,6 +462,41 @@ def test_stranger_blobs_and_broken_texts(toy: Path) -> None:
         ),
     )
     assert fault(toy).code == "TL003"
+
+
+def test_whatever_is_done_to_a_file_the_answer_is_a_line_or_a_model(toy: Path) -> None:
+    """Random damage to bytes and to the configuration never gives another exception."""
+    raw, rng, num_refused = toy.read_bytes(), random.Random(0), 0
+    for _ in range(150):
+        changed = bytearray(raw)
+        for _ in range(rng.choice((1, 1, 3))):
+            changed[rng.randrange(rng.choice((16, 4000, len(raw))))] = rng.randrange(256)
+        toy.write_bytes(changed)
+        num_refused += is_refused(toy)
+    assert num_refused > 50
+    odd = (None, True, -1, 0, 3, 10**400, 1.5, "x", "rope", [], [1], {}, {"kind": "linear"})
+    for _ in range(300):
+        toy.write_bytes(raw)
+        rewrite_config(toy, lambda config: put(config, rng, rng.choice(odd)))
+        num_refused += is_refused(toy)
+    assert num_refused > 300
+
+
+def is_refused(path: Path) -> bool:
+    try:
+        artifact.load(path, verify=True)
+    except ArtifactError as ex:
+        assert "\n" not in str(ex) and len(str(ex)) < 600
+        return True
+    return False
+
+
+def put(config: dict[str, Any], rng: random.Random, value: Any) -> None:
+    """Replaces a random key of the configuration at a random depth."""
+    key = rng.choice(sorted(config))
+    while isinstance(config[key], dict) and rng.random() < 0.9:
+        config, key = config[key], rng.choice(sorted(config[key]))
+    config[key] = value
 
 
 # ------------------------------------------------------------------------------------------------------ the command line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -316,6 +317,37 @@ def test_options_that_change_the_arithmetic_are_refused_by_name(
     folder = copy(name)
     edit(folder, **changes)
     refusal(folder, words[0], *words[1:])
+
+
+@pytest.mark.parametrize("name", ["ouro-tiny", "huginn-tiny", "qwen2-tiny"])
+def test_odd_values_never_end_in_another_exception(copy: Callable[[str], Path], name: str) -> None:
+    folder, rng, num_refused = copy(name), random.Random(1), 0
+    original = json.loads((folder / "config.json").read_text())
+    odd = (
+        None,
+        True,
+        -1,
+        0,
+        3,
+        10**400,
+        1.5,
+        "x",
+        [],
+        [1],
+        ["x"],
+        {},
+        {"type": "linear"},
+        {"factor": "x"},
+    )
+    for _ in range(120):
+        changed = original | {rng.choice(sorted(original)): rng.choice(odd)}
+        (folder / "config.json").write_text(json.dumps(changed))
+        try:
+            convert(folder, folder / "out.tinyloop")
+        except ArtifactError as ex:
+            num_refused += 1
+            assert "\n" not in str(ex)
+    assert num_refused > 40
 
 
 def test_harmless_windows_are_accepted(copy: Callable[[str], Path]) -> None:
