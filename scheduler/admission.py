@@ -16,6 +16,9 @@ from scheduler.request import Request, RequestState, Sequence, num_blocks
 from scheduler.validate import Refusal, check_submit
 from scheduler.workers import Workers
 
+SAMPLED = (
+    16  # without an SLO one request in so many is predicted, so that the predictor's error is known
+)
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
@@ -44,7 +47,7 @@ class Admission:
             )
 
     def check_load(self, request: Request, depth: int, now: float) -> None:
-        """Queue cap and SLO; sets the request's prediction. `depth` counts the queued requests, without this one.
+        """Queue cap and SLO. `depth` counts the queued requests, without this one.
 
         Raises:
             Refusal: engine_down, queue_full or slo_unattainable.
@@ -58,8 +61,9 @@ class Admission:
                 f"{depth} requests are waiting, the limit is {self._max_depth}",
                 self._slot_s(),
             )
-        request.predicted_ms = self._predict_ms(request)
         slo_ms = request.slo_ms if request.slo_ms is not None else self._default_slo_ms
+        if slo_ms is not None or request.order % SAMPLED == 0:
+            request.predicted_ms = self._predict_ms(request)
         if (
             slo_ms is not None
             and request.predicted_ms is not None

@@ -167,17 +167,19 @@ class WorkerSeries(Collector):
     def __init__(self) -> None:
         self._gauges: dict[str, dict[str, float]] = {}
         self._counters: dict[str, dict[str, float]] = {}
-        self._last: dict[
-            tuple[str, str], float
-        ] = {}  # a counter as last reported, to add what is new
+        self._last: dict[bytes, dict[str, float]] = {}  # counters as each process last told them
         self._names: set[str] = set()
 
-    def update(self, worker: str, series: Mapping[str, float]) -> bool:
-        """Take one beat's numbers. False if any of them was unusable (the others count)."""
-        self._names.add(worker)
-        if len(series) > MAX_SERIES or len(self._names) > MAX_WORKER_NAMES:
-            self._names.discard(worker)
+    def update(self, worker_id: bytes, worker: str, series: Mapping[str, float]) -> bool:
+        """Take one beat's numbers of the process `worker_id`. False if any of them was unusable (the others count)."""
+        is_known = worker in self._names or len(self._names) < MAX_WORKER_NAMES
+        if not is_known or len(series) > MAX_SERIES:
             return False
+        self._names.add(worker)
+        last = self._last.pop(worker_id, {})
+        self._last[worker_id] = last  # at the end: heard of last
+        if len(self._last) > MAX_WORKER_NAMES:
+            del self._last[next(iter(self._last))]
         is_good = True
         for name, value in series.items():
             if not _SERIES_NAME.fullmatch(name) or not math.isfinite(value):
@@ -185,13 +187,10 @@ class WorkerSeries(Collector):
             elif not name.endswith("_total"):
                 self._gauges.setdefault(name, {})[worker] = value
             else:
-                last = self._last.get((name, worker), 0.0)
+                grown = max(0.0, value - last.get(name, 0.0))
                 counter = self._counters.setdefault(name, {})
-                # Less than before: the worker began anew, so all of it is new.
-                counter[worker] = counter.get(worker, 0.0) + (
-                    value - last if value >= last else max(0.0, value)
-                )
-                self._last[name, worker] = value
+                counter[worker] = counter.get(worker, 0.0) + grown
+                last[name] = max(value, last.get(name, 0.0))
         return is_good
 
     def remove(self, worker: str) -> None:

@@ -101,5 +101,7 @@ class WorkerDesk:
                 hub.to_worker(
                     beat.worker_id, SchedulerBeat(hub.epoch)
                 )  # it serves a scheduler that is no more
-        elif beat.series is not None and not hub.metrics.workers.update(worker.name, beat.series):
+        elif beat.series is not None and not hub.metrics.workers.update(
+            worker.worker_id, worker.name, beat.series
+        ):
             raise BadMessage("a beat with unusable series")

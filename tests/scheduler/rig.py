@@ -87,12 +87,14 @@ def client_id(number: int) -> bytes:
 class BenchWorker:
     """One worker process. `inbox` holds what the scheduler sent and it has not read; `step` runs one step over all its rows."""
 
-    def __init__(self, rig: Rig, name: str, limits: WorkerLimits, numerics_id: str) -> None:
+    def __init__(
+        self, rig: Rig, name: str, limits: WorkerLimits, numerics_id: str, process: int
+    ) -> None:
         self.rig = rig
         self.name = name
         self.limits = limits
         self.numerics_id = numerics_id
-        self.worker_id = bytes([200]) + name.encode().ljust(15, b".")
+        self.worker_id = bytes([200 + process]) + name.encode().ljust(15, b".")
         self.inbox: list[Any] = []
         self.is_alive = True
         self.epoch = 0
@@ -407,9 +409,15 @@ class Rig:
     # ------------------------------------------------------------------------------------------------ people
 
     def worker(
-        self, name: str = "w0", *, numerics_id: str = "n0", is_ready: bool = True, **limits: Any
+        self,
+        name: str = "w0",
+        *,
+        numerics_id: str = "n0",
+        is_ready: bool = True,
+        process: int = 0,
+        **limits: Any,
     ) -> BenchWorker:
-        worker = BenchWorker(self, name, replace(LIMITS, **limits), numerics_id)
+        worker = BenchWorker(self, name, replace(LIMITS, **limits), numerics_id, process)
         self.workers[worker.worker_id] = worker
         if is_ready:
             worker.register()

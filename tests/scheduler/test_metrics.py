@@ -128,9 +128,14 @@ def test_worker_series_carry_the_workers_name_and_its_counters_never_go_back() -
     rig.elapse(1.0)
     assert rig.count_of("tinyloop_worker_steps_total", worker="gpu0") == 15
     assert rig.count_of("tinyloop_worker_kv_bytes_per_token", worker="gpu0") is None
-    again = rig.worker("gpu0")
-    again.beat(series={"steps_total": 3.0})
-    assert rig.count_of("tinyloop_worker_steps_total", worker="gpu0") == 18
+    again = rig.worker("gpu0", process=1)
+    again.beat(series={"steps_total": 30.0})
+    assert rig.count_of("tinyloop_worker_steps_total", worker="gpu0") == 45
+    again.beat(series={"steps_total": 29.0})
+    assert rig.count_of("tinyloop_worker_steps_total", worker="gpu0") == 45
+    again.register()  # the same process, after a lost connection
+    again.beat(series={"steps_total": 31.0})
+    assert rig.count_of("tinyloop_worker_steps_total", worker="gpu0") == 46
 
 
 @pytest.mark.parametrize(
@@ -152,14 +157,14 @@ def test_unusable_series_are_counted_as_bad(series: dict[str, float]) -> None:
 
 def test_worker_names_are_escaped() -> None:
     metrics = Metrics()
-    metrics.workers.update('a"b\nc', {"rows": 1.0})
+    metrics.workers.update(b"w", 'a"b\nc', {"rows": 1.0})
     families = {f.name: f for f in text_string_to_metric_families(metrics.exposition())}
     assert families["tinyloop_worker_rows"].samples[0].labels == {"worker": 'a"b\nc'}
 
 
 def test_series_of_one_name_as_gauge_and_counter_do_not_clash() -> None:
     metrics = Metrics()
-    metrics.workers.update("w", {"steps": 1.0, "steps_total": 2.0})
+    metrics.workers.update(b"w", "w", {"steps": 1.0, "steps_total": 2.0})
     samples = [s for f in text_string_to_metric_families(metrics.exposition()) for s in f.samples]
     names = [s.name for s in samples if "worker_steps" in s.name]
     assert sorted(names) == ["tinyloop_worker_steps", "tinyloop_worker_steps_total"]
