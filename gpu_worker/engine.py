@@ -76,13 +76,16 @@ class Engine:
             config, self.options.num_blocks, options.max_rows, self.options.max_seq_len, options.kv_format,
             options.kv_share, limits.num_copies(config, options),
         )  # fmt: skip
+        self._bytes_per_token = self.cache.bytes_per_token(
+            config.loop.default, self.options.max_seq_len
+        )
         self.prefixes = PrefixStore(self.cache.pool)
         self.limits = limits.worker_limits(config, self.options)
         self.numerics_id = limits.numerics_id(config, options)
         self.card: bytes = msgpack.packb(
             limits.card(
-                model_card(artifact, options.hf_home), self.limits, self.options, self.numerics_id
-            )
+                model_card(artifact, options.hf_home), self.limits, self.options, self.numerics_id, self._bytes_per_token
+            )  # fmt: skip
         )
         self._waiting: list[Run] = []
         self._running: list[Sequence] = []  # in the order they came
@@ -174,6 +177,7 @@ class Engine:
             "kv_blocks": float(pool.num_blocks),
             "kv_blocks_used": float(pool.num_used),
             "kv_bytes_used": float(self.cache.used_bytes),
+            "kv_bytes_per_token": self._bytes_per_token,
             "prefix_entries": float(len(self.prefixes)),
         }
 

@@ -144,9 +144,11 @@ class KVCache:
         self._free_slots.append(slot)
 
     def num_missing(self, slot: int, num_positions: int) -> int:
-        """Blocks that `extend` to that many positions would take."""
+        """Blocks that `extend` to that many positions would take; more than there are if their exact copies have no room."""
         more = -(-num_positions // BLOCK_SIZE) - int(self._num_blocks[slot])
-        return max(more, 0) * self._height(slot)
+        count = max(more, 0) * self._height(slot)
+        has_room = not self.form.has_copies or count <= self.copies.num_free
+        return count if has_room else self.pool.num_blocks + 1
 
     def extend(self, slot: int, num_positions: int) -> None:
         """Makes room for positions [0, num_positions) in all of the slot's tables.
@@ -284,6 +286,17 @@ class KVCache:
             + self.sinks.num_used * self.form.sink_bytes
             + tables
         )
+
+    def bytes_per_token(self, loops: int, num_positions: int) -> float:
+        """Bytes per token of a sequence of that many positions whose last block is open; its blocks are taken and given back."""
+        slot = self.open(loops)
+        self.extend(slot, num_positions - 1)
+        self.settle(slot, num_positions - 1)
+        self.fold(slot, num_positions - 1)
+        self.extend(slot, num_positions)
+        total = self.slot_bytes(slot)
+        self.close(slot)
+        return total / num_positions
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes that one sequence takes: blocks, exact copies, sinks and its part of the tables."""

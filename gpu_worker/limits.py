@@ -118,10 +118,16 @@ def worker_limits(config: ModelConfig, options: EngineOptions) -> WorkerLimits:
 
 
 def card(
-    card: dict[str, Any], limits: WorkerLimits, options: EngineOptions, numerics: str
+    card: dict[str, Any],
+    limits: WorkerLimits,
+    options: EngineOptions,
+    numerics: str,
+    kv_bytes_per_token: float,
 ) -> dict[str, Any]:
-    """The artifact's card entries completed with the engine's own."""
+    """The artifact's card entries completed with the engine's own; `kv_bytes_per_token` is what its allocator says at full context."""
+    computed = card["kv_bytes_per_token"]
     return card | {
+        "kv_bytes_per_token": computed | {limits.kv_modes[0]: round(kv_bytes_per_token)},
         "max_seq_len": limits.max_seq_len,
         "kv_modes": list(limits.kv_modes),
         "kv_mode_default": limits.kv_modes[0],
