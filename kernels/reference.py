@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.layout import BLOCK_SIZE, NUM_SINKS, Packed, PagedCache, Paging
+from kernels.layout import BLOCK_SIZE, NUM_SINKS, CutCache, Packed, PagedCache, Paging
 
 _UINT32 = (1 << 32) - 1
 
@@ -83,26 +83,51 @@ def prepare_qkv(
 
 
 def store_kv(
-    qkv: Tensor, heads: tuple[int, int, int], cache: PagedCache, layer: int, paging: Paging
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    cache: PagedCache | CutCache,
+    layer: int,
+    paging: Paging,
 ) -> None:
     """Writes each row's K and V to its place."""
     num_heads, num_kv, dim = heads
     parts = qkv.view(len(qkv), num_heads + 2 * num_kv, dim)
     for r in range(len(qkv)):
+        key, value = parts[r, num_heads : num_heads + num_kv], parts[r, num_heads + num_kv :]
+        if isinstance(cache, CutCache):
+            _store_cut(key, value, cache, layer, paging, r)
+            continue
         block, offset = _place(paging, r, int(paging.places[r]))
-        cache.keys[block, layer, :, :, offset] = parts[r, num_heads : num_heads + num_kv]
-        cache.values[block, layer, :, offset, :dim] = parts[r, num_heads + num_kv :]
+        cache.keys[block, layer, :, :, offset] = key
+        cache.values[block, layer, :, offset, :dim] = value
+
+
+def store_inputs(x: Tensor, cache: CutCache, layer: int, paging: Paging) -> None:
+    """Writes each row's attention input (n, d) to its place."""
+    for r in range(len(x)):
+        _store_cut(None, x[r : r + 1], cache, layer, paging, r)
+
+
+def read_inputs(cache: CutCache, layer: int, blocks: Tensor, copies: Tensor) -> Tensor:
+    """The inputs (num_blocks, BLOCK_SIZE, d) of a sequence's first blocks, from exact copies where there are any."""
+    return torch.stack(
+        [
+            _load_cut(cache, layer, int(block), int(copy), b == 0)[1][0]
+            for b, (block, copy) in enumerate(zip(blocks, copies, strict=True))
+        ]
+    )
 
 
 def attention(
     qkv: Tensor,
     heads: tuple[int, int, int],
-    cache: PagedCache,
+    cache: PagedCache | CutCache,
     layer: int,
     slopes: Tensor | None,
     paging: Paging,
+    scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention of each row over the keys that it sees, (n, H Dh)."""
+    """Softmax attention of each row over the keys that it sees, (n, H Dh); scores are times `scale`, 1 / sqrt(Dh) if None."""
     num_heads, num_kv, dim = heads
     out = torch.empty(len(qkv), num_heads * dim)
     for r in range(len(qkv)):
@@ -110,17 +135,130 @@ def attention(
         seen = [
             p for p in range(position + 1) if not window or p > position - window or p < NUM_SINKS
         ]
-        where = [_place(paging, r, _mapped(paging, r, p)) for p in seen]
-        blocks, offsets = torch.tensor([b for b, _ in where]), torch.tensor([o for _, o in where])
-        keys = cache.keys[blocks, layer, :, :, offsets]  # (seen, Hkv, Dh)
-        values = cache.values[blocks, layer, :, offsets, :dim]
+        found = [_key_and_value(cache, layer, paging, r, p, dim) for p in seen]
+        keys, values = (torch.stack(t) for t in zip(*found, strict=True))  # (seen, Hkv, Dh)
         q = qkv[r, : num_heads * dim].view(num_kv, num_heads // num_kv, dim)
-        scores = torch.einsum("kgd,skd->kgs", q, keys).reshape(num_heads, -1) / math.sqrt(dim)
+        scores = torch.einsum("kgd,skd->kgs", q, keys).reshape(num_heads, -1)
+        scores = scores * (1 / math.sqrt(dim) if scale is None else scale)
         if slopes is not None:
             scores = scores - slopes[:, None] * (position - torch.tensor(seen))
         weights = scores.softmax(-1).view(num_kv, num_heads // num_kv, -1)
         out[r] = torch.einsum("kgs,skd->kgd", weights, values).reshape(-1)
     return out
+
+
+def _key_and_value(
+    cache: PagedCache | CutCache, layer: int, paging: Paging, row: int, position: int, dim: int
+) -> tuple[Tensor, Tensor]:
+    """K and V (Hkv, Dh) of a position as a row reads them: exact in its own block and at the sinks, else as stored."""
+    place = _mapped(paging, row, position)
+    block, offset = _place(paging, row, place)
+    if isinstance(cache, PagedCache):
+        return cache.keys[block, layer, :, :, offset], cache.values[block, layer, :, offset, :dim]
+    copy = -1
+    if (
+        len(cache.exact_tables)
+        and position // BLOCK_SIZE == int(paging.positions[row]) // BLOCK_SIZE
+    ):
+        at = int(paging.slots[row]), int(paging.tables[row]), place // BLOCK_SIZE
+        copy = int(cache.exact_tables[at])
+    keys, values = _load_cut(cache, layer, block, copy, place < BLOCK_SIZE)
+    return keys[:, offset], values[:, offset]
+
+
+def _store_cut(
+    key: Tensor | None, value: Tensor, cache: CutCache, layer: int, paging: Paging, row: int
+) -> None:
+    """One row's vectors (heads, dim) in every form; there is no key where the cache keeps inputs."""
+    place = int(paging.places[row])
+    block, offset = _place(paging, row, place)
+    copy = sink = -1
+    if len(cache.exact_tables):
+        at = int(paging.slots[row]), int(paging.tables[row]), place // BLOCK_SIZE
+        copy = int(cache.exact_tables[at])
+        sink = int(cache.sink_of[block]) if place < NUM_SINKS else -1
+    codes, scales = _cut(value, cache.kind, cache.group)
+    cache.values[block, layer, :, offset] = codes
+    cache.scales[block, layer, :, -1, :, offset] = scales
+    if copy >= 0:
+        cache.exact_values[copy, layer, :, offset] = _half_bits(value)
+    if sink >= 0:
+        cache.sink_values[sink, layer, :, offset] = _half_bits(value)
+    if key is None:
+        return
+    codes, scales = _cut(key, cache.kind, cache.group)
+    cache.keys[block, layer, :, :, offset] = codes
+    cache.scales[block, layer, :, 0, :, offset] = scales
+    if copy >= 0:
+        cache.exact_keys[copy, layer, :, :, offset] = _half_bits(key)
+    if sink >= 0:
+        cache.sink_keys[sink, layer, :, offset] = _half_bits(key)
+
+
+def _half_bits(x: Tensor) -> Tensor:
+    return x.clamp(-65504, 65504).half().view(torch.int16)
+
+
+def _cut(x: Tensor, kind: str, group: int) -> tuple[Tensor, Tensor]:
+    """Vectors (heads, dim) as (codes in their stored form, bits of the scales (heads, scales per vector))."""
+    if kind == "fp16":
+        return _half_bits(x), torch.empty(len(x), 0, dtype=torch.int16)
+    parts = x.view(len(x), -1, group)
+    if kind == "int8":
+        scales = (parts.abs().amax(-1) / 127).half()
+        codes = (parts / scales.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
+        return codes.to(torch.int8).view_as(x), scales.view(torch.int16)
+    least, most = parts.amin(-1), parts.amax(-1)
+    scale, zero = ((most - least) / 15).half(), least.half()
+    codes = (parts - zero.float()[..., None]) / scale.float()[..., None]
+    codes = codes.nan_to_num(0, 0, 0).round().clamp(0, 15).to(torch.uint8)
+    low, high = codes.chunk(2, dim=-1)
+    scales = torch.stack([scale, zero], dim=-1).view(len(x), -1)
+    return (low | (high << 4)).reshape(len(x), -1), scales.view(torch.int16)
+
+
+def _uncut(codes: Tensor, scales: Tensor, kind: str, group: int) -> Tensor:
+    """Codes (heads, BLOCK_SIZE, stored dim) and scale bits (heads, scales, BLOCK_SIZE) as fp32 (heads, BLOCK_SIZE, dim)."""
+    if kind == "fp16":
+        return codes.contiguous().view(torch.float16).float()
+    heads = len(codes)
+    found = (
+        scales.contiguous().view(torch.float16).float().transpose(1, 2)
+    )  # (heads, BLOCK_SIZE, S)
+    if kind == "int8":
+        parts = codes.float().view(heads, BLOCK_SIZE, -1, group)
+        return (parts * found[..., None]).flatten(2)
+    pairs = codes.contiguous().view(heads, BLOCK_SIZE, -1, group // 2)
+    parts = torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
+    scale, zero = found.unflatten(2, (-1, 2)).unbind(-1)
+    return (parts * scale[..., None] + zero[..., None]).flatten(2)
+
+
+def _load_cut(
+    cache: CutCache, layer: int, block: int, copy: int, is_first: bool
+) -> tuple[Tensor, Tensor]:
+    """One block's keys and values (heads, BLOCK_SIZE, dim), exact where `copy` >= 0, else as stored with exact sinks."""
+    has_keys = len(cache.keys) > 0
+    if copy >= 0:
+        values = _uncut(cache.exact_values[copy, layer], cache.scales[:0], "fp16", 0)
+        keys = (
+            _uncut(cache.exact_keys[copy, layer].transpose(1, 2), cache.scales[:0], "fp16", 0)
+            if has_keys
+            else values
+        )
+        return keys, values
+    scales = cache.scales[block, layer]
+    values = _uncut(cache.values[block, layer], scales[:, -1], cache.kind, cache.group)
+    keys = values
+    if has_keys:
+        codes = cache.keys[block, layer].transpose(1, 2)
+        keys = _uncut(codes, scales[:, 0], cache.kind, cache.group)
+    sink = int(cache.sink_of[block]) if is_first and len(cache.sink_of) else -1
+    if sink >= 0:
+        values[:, :NUM_SINKS] = cache.sink_values[sink, layer].view(torch.float16).float()
+        if has_keys:
+            keys[:, :NUM_SINKS] = cache.sink_keys[sink, layer].view(torch.float16).float()
+    return keys, values
 
 
 def _mapped(paging: Paging, row: int, position: int) -> int:
