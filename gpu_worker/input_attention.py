@@ -113,7 +113,9 @@ class InputAttention:
         own = positions // BLOCK_SIZE
         runs = np.flatnonzero(np.diff(slots) | np.diff(tables)) + 1
         bounds = [0, *runs.tolist(), len(q)]
-        keys, values, lists = [], [], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        lists: list[list[int]] = []
         readers = np.empty(len(q), dtype=np.int32)
         num_blocks = 0
         for first, last in zip(bounds, bounds[1:], strict=False):

@@ -141,11 +141,11 @@ def card(
 
 
 def numerics_id(config: ModelConfig, options: EngineOptions) -> str:
-    """Names all that the bits of a result may depend on, beside the artifact and the request."""
+    """Names all that the bits of a result may depend on, beside the artifact and the request: no sequence moves between two of them."""
     isa = torch.backends.cpu.get_cpu_capability().lower()
     return (
         f"{options.device}-{platform.machine()}-{isa}-t{options.threads}"
-        f"-torch{torch.__version__.split('+')[0]}-numba{numba.__version__}-{config.dtype}"
+        f"-torch{torch.__version__.split('+')[0]}-numba{numba.__version__}-{config.dtype}-kv_{kv_mode(config, options)}"
     )
 
 
