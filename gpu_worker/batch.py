@@ -30,21 +30,28 @@ class Work:
 
     def rows(self) -> Rows:
         """One row per token, at its own position and place."""
-        sequence, params = self.sequence, self.sequence.params
-        rows = Rows.empty(self.end - self.start)
-        rows.tokens[:] = sequence.tokens[self.start : self.end]
-        rows.slots[:] = sequence.slot
-        rows.positions[:] = range(self.start, self.end)
-        rows.places[:] = rows.positions
+        sequence = self.sequence
+        rows = self.rows_at(
+            sequence.tokens[self.start : self.end], list(range(self.start, self.end))
+        )
+        if sequence.params.warm_start and self.start >= sequence.num_prompt:
+            assert sequence.carried is not None and len(rows) == 1
+            rows.is_warm[:] = True
+            rows.states = sequence.carried[None]
+        return rows
+
+    def rows_at(self, tokens: list[int], positions: list[int]) -> Rows:
+        """Rows of the sequence for tokens at these positions, which are their places too."""
+        params = self.sequence.params
+        rows = Rows.empty(len(tokens))
+        rows.tokens[:] = tokens
+        rows.slots[:] = self.sequence.slot
+        rows.positions[:] = rows.places[:] = positions
         rows.last_loop[:] = params.loops
         rows.windows[:] = params.cache_window
         if params.init_seed is not None:
             rows.has_init_seed[:] = True
             rows.init_seeds[:] = params.init_seed & (1 << 64) - 1
-        if params.warm_start and self.start >= sequence.num_prompt:
-            assert sequence.carried is not None and len(rows) == 1
-            rows.is_warm[:] = True
-            rows.states = sequence.carried[None]
         return rows
 
 

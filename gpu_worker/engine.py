@@ -14,7 +14,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from gpu_worker import limits, sampler
+from gpu_worker import limits, sampler, speculative
 from gpu_worker.artifact import Artifact, model_card
 from gpu_worker.batch import Batch, Work
 from gpu_worker.exits import is_sequential
@@ -22,7 +22,9 @@ from gpu_worker.kv_cache import KVCache
 from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
 from gpu_worker.prefixes import PrefixStore
+from gpu_worker.sampler import Draw
 from gpu_worker.sequence import Sequence
+from gpu_worker.speculative import Guess
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import HeldPrefix, Run, SequenceOutput, TokenLogprob, Tokens
 
@@ -42,6 +44,31 @@ class StepResult:
     cached_positions: int = 0
     core_passes: int = 0
     step_ms: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Drawing:
+    """A work with the draws that its rows are for: `rows` in the batch, from `first` on in the logits, one token each.
+
+    `kept` are those of its tokens, by index, that come next in the sequence, in order; `reason` is set if the last of them ends it.
+    """
+
+    work: Work
+    draws: list[Draw]
+    rows: list[int]
+    first: int = 0
+    tokens: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    reason: str = ""
+
+    def accept(self) -> None:
+        """Appends what counts of the drawn tokens to the sequence, up to one that ends it."""
+        order = self.work.follow(self.tokens) if isinstance(self.work, Guess) else [0]
+        for i in order:
+            self.kept.append(i)
+            self.reason = self.work.sequence.append(self.tokens[i])
+            if self.reason:
+                return
 
 
 class Engine:
@@ -84,7 +111,11 @@ class Engine:
         self.numerics_id = limits.numerics_id(config, options)
         self.card: bytes = msgpack.packb(
             limits.card(
-                model_card(artifact, options.hf_home), self.limits, self.options, self.numerics_id, self._bytes_per_token
+                model_card(artifact, options.hf_home),
+                self.limits,
+                self.options,
+                self.numerics_id,
+                self._bytes_per_token,
             )  # fmt: skip
         )
         self._waiting: list[Run] = []
@@ -98,6 +129,9 @@ class Engine:
             "preemptions": 0,
             "core_loops": 0,
             "exit_head_reads": 0,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
+            "speculation_rounds": 0,
         }
 
     # ---------------------------------------------------------------------------------------------------------- the face
@@ -224,7 +258,8 @@ class Engine:
             if sequence.is_prefilling:
                 budget -= end - sequence.num_computed
             if end > sequence.num_computed:
-                works.append(Work(sequence, sequence.num_computed, end))
+                guess = speculative.guess(sequence, self.cache, self.model, len(self._running))
+                works.append(guess or Work(sequence, sequence.num_computed, end))
         return works
 
     def _find_blocks(self, works: list[Work]) -> list[Work]:
@@ -248,7 +283,17 @@ class Engine:
                         "kv_exhausted",
                         f"{missing} more blocks wanted, the pool has {self.cache.pool.num_blocks}",
                     )
+        for work in found:
+            if isinstance(work, Guess):
+                self._find_blocks_to_guess(work)
         return found
+
+    def _find_blocks_to_guess(self, work: Guess) -> None:
+        """A guess takes free blocks alone; nobody leaves for it."""
+        slot = work.sequence.slot
+        if self.cache.num_missing(slot, work.reach) > self.cache.pool.num_free:
+            work.shrink()
+        self.cache.extend(slot, work.reach)
 
     def _evict(self, missing: int, with_registered: bool) -> bool:
         dropped = self.prefixes.evict(missing, with_registered)
@@ -268,46 +313,65 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, works: list[Work]) -> None:
+        draft_passes = speculative.draft(works, self.model, self.cache)
         batch = Batch(works)
         batch.run(self.model, self.cache)
         self._result.num_rows = len(batch.rows)
-        self._result.core_passes = batch.core_passes
-        self._totals["core_passes"] += batch.core_passes
+        self._result.core_passes = draft_passes + batch.core_passes
+        self._totals["core_passes"] += self._result.core_passes
         self._totals["exit_head_reads"] += batch.num_head_reads
-        drawing, at = [], []
+        drawing = []
         for work, part in batch.parts():
-            sequence = work.sequence
-            sequence.num_computed = work.end
-            if work.start < sequence.num_prompt:
-                self._totals["prompt_tokens"] += work.end - work.start
-                self._score_prompt(work, batch.y[part])
-                self._store_prefix(sequence)
-            self.cache.settle(sequence.slot, work.end)
-            if not sequence.is_prefilling:
-                self.cache.fold(sequence.slot, work.end)
-            if work.end == len(sequence.tokens) and not self._is_complete(sequence):
-                drawing.append(sequence)
-                at.append(part.stop - 1)
-                sequence.core_loops += int(batch.computed_loops[part.stop - 1])
+            if isinstance(work, Guess):
+                work.take(batch, part)
+                drawing.append(_Drawing(work, work.draws(), list(range(part.start, part.stop))))
+            elif self._take(work, batch, part):
+                drawing.append(_Drawing(work, [work.sequence.draw()], [part.stop - 1]))
         if drawing:
-            self._draw(drawing, batch.logits(self.model, at))
+            self._draw(drawing, batch.logits(self.model, [row for d in drawing for row in d.rows]))
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """The next token of each sequence from its row of logits."""
+    def _take(self, work: Work, batch: Batch, part: slice) -> bool:
+        """The tokens of a plain work are in the cache; whether the next one is to be drawn."""
+        sequence = work.sequence
+        sequence.num_computed = work.end
+        if work.start < sequence.num_prompt:
+            self._totals["prompt_tokens"] += work.end - work.start
+            self._score_prompt(work, batch.y[part])
+            self._store_prefix(sequence)
+        self.cache.settle(sequence.slot, work.end)
+        if not sequence.is_prefilling:
+            self.cache.fold(sequence.slot, work.end)
+        if work.end < len(sequence.tokens) or self._is_complete(sequence):
+            return False
+        sequence.core_loops += int(batch.computed_loops[part.stop - 1])
+        return True
+
+    def _draw(self, drawing: list[_Drawing], logits: Tensor) -> None:
+        """The next tokens of each sequence from its rows of logits: of a guess, as many as the full depth confirms."""
         ops = self.model.ops
-        tokens = sampler.choose(ops, logits, [s.draw() for s in sequences])
-        scored = [i for i, s in enumerate(sequences) if s.params.logprobs >= 0]
-        logprobs: dict[int, TokenLogprob] = {}
-        if scored:
-            num_top = [sequences[i].params.logprobs for i in scored]
-            part = logits[torch.tensor(scored)]
-            found = sampler.log_probabilities(ops, part, [tokens[i] for i in scored], num_top)
-            logprobs = dict(zip(scored, found, strict=True))
-        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            reason = sequence.append(token)
-            self._report(sequence, [token], [logprobs[i]] if i in logprobs else [], reason)
-            if reason:
+        drawn = sampler.choose(ops, logits, [draw for d in drawing for draw in d.draws])
+        first = 0
+        for d in drawing:
+            d.tokens, d.first = drawn[first : first + len(d.draws)], first
+            d.accept()
+            first += len(d.draws)
+        scored = [d for d in drawing if d.work.sequence.params.logprobs >= 0]
+        rows = [d.first + i for d in scored for i in d.kept]
+        found: list[TokenLogprob] = []
+        if rows:
+            num_top = [d.work.sequence.params.logprobs for d in scored for _ in d.kept]
+            part = logits[torch.tensor(rows)]
+            found = sampler.log_probabilities(ops, part, [drawn[row] for row in rows], num_top)
+        for d in drawing:
+            sequence = d.work.sequence
+            logprobs = found[: len(d.kept)] if d in scored else []
+            found = found[len(logprobs) :]
+            if d.kept:
+                self._report(sequence, [d.tokens[i] for i in d.kept], logprobs, d.reason)
+            if d.reason:
                 self._end(sequence)
+            elif isinstance(d.work, Guess):
+                d.work.commit(self.cache, len(d.kept))
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Ends a sequence that needs no further token: nothing was asked for, or a replay was already at its end."""
@@ -364,6 +428,9 @@ class Engine:
     ) -> None:
         self._totals["tokens"] += len(tokens)
         self._totals["core_loops"] += sequence.core_loops
+        self._totals["drafted_tokens"] += sequence.drafted_tokens
+        self._totals["accepted_tokens"] += sequence.accepted_tokens
+        self._totals["speculation_rounds"] += sequence.rounds
         self._result.outputs.append(
             SequenceOutput(
                 sequence.run.sequence_id,
@@ -375,10 +442,14 @@ class Engine:
                 reason,
                 cached_tokens=sequence.cached_tokens,
                 core_loops=sequence.core_loops,
+                drafted_tokens=sequence.drafted_tokens,
+                accepted_tokens=sequence.accepted_tokens,
+                rounds=sequence.rounds,
             )
         )
         sequence.prompt_logprobs = []
         sequence.cached_tokens = sequence.core_loops = 0
+        sequence.drafted_tokens = sequence.accepted_tokens = sequence.rounds = 0
 
     def _end(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

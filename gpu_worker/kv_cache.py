@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_worker.kv_store import copy_blocks, copy_place, form_of, make_store
+from gpu_worker.kv_store import copy_blocks, copy_place, form_of, make_store, move_places
 from gpu_worker.model_config import ModelConfig
-from kernels.layout import BLOCK_SIZE, CutCache
+from kernels.layout import BLOCK_SIZE, NUM_SINKS, CutCache
 
 Blocks = NDArray[np.int32]
 
@@ -245,6 +245,17 @@ class KVCache:
         tables = slice(first, first + last_loop - loop + 1)
         copies = self._copy_tables[slot, tables, block].tolist() if self.form.has_copies else []
         copy_place(self.paged, offset, self._tables[slot, tables, block].tolist(), copies)
+
+    def move_place(self, slot: int, source: int, target: int) -> None:
+        """Copies the K and V of one place to another, at all loops; not to one of the sinks."""
+        assert target >= NUM_SINKS or not self.form.has_copies
+        tables = slice(0, self._height(slot))
+        columns = [source // BLOCK_SIZE, target // BLOCK_SIZE]
+        ids = torch.from_numpy(self._tables[slot][tables, columns].T).long()
+        exact = None
+        if self.form.has_copies:
+            exact = torch.from_numpy(self._copy_tables[slot][tables, columns].T).long()
+        move_places(self.paged, source % BLOCK_SIZE, target % BLOCK_SIZE, ids, exact)
 
     def _height(self, slot: int) -> int:
         return self.num_extra_tables + int(self._num_loops[slot])

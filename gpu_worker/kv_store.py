@@ -152,6 +152,24 @@ def copy_place(
                 sinks[target_sinks, :, :, offset] = sinks[source_sink, :, :, offset]
 
 
+def move_places(
+    store: PagedCache | CutCache, source: int, target: int, blocks: Tensor, copies: Tensor | None
+) -> None:
+    """Copies offset `source` of blocks[0] to offset `target` of blocks[1], ids (2, n), and the same in their exact copies."""
+    keys, values, *scales = _stored(store)
+    by_column = [(part, blocks) for part in (keys, *scales)]
+    by_line = [(values, blocks)]
+    if copies is not None:
+        assert isinstance(store, CutCache)
+        by_column.append((store.exact_keys, copies))
+        by_line.append((store.exact_values, copies))
+    for part, (read, written) in by_column:
+        if len(part):
+            part[written, ..., target] = part[read, ..., source]
+    for part, (read, written) in by_line:
+        part[written, :, :, target] = part[read, :, :, source]
+
+
 def _stored(store: PagedCache | CutCache) -> tuple[Tensor, ...]:
     if isinstance(store, PagedCache):
         return store.keys, store.values

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gpu_worker.drafts import Node, Pace
 from gpu_worker.sampler import Draw, Sampling
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import Run, TokenLogprob
@@ -29,12 +30,18 @@ class Sequence:
         self.params = run.params
         self.slot = slot
         self.runs_singly = runs_singly
-        self.carried: Tensor | None = None  # the state (d,) that the next token starts from, under warm start
+        self.carried: Tensor | None = (
+            None  # the state (d,) that the next token starts from, under warm start
+        )
         self.tokens: list[int] = [*run.prompt, *run.emitted]
         self.num_prompt = len(run.prompt)
         self.num_computed = 0
         self.cached_tokens = 0  # of the prompt, from a prefix entry; reported once
-        self.core_loops = 0  # run for generated tokens since the last report
+        # since the last report: loops run for generated tokens and guesses, and the books of speculation
+        self.core_loops = self.drafted_tokens = self.accepted_tokens = self.rounds = 0
+        is_adaptive = run.params.speculation in ("chain", "tree") and not run.params.draft_ahead
+        self.pace = Pace(run.params.draft_loops, run.params.loops) if is_adaptive else None
+        self.flight: list[Node] = []  # rows under way between steps, in pipelined speculation
         self.sampling = Sampling(run.params, run.seed, run.prompt)
         for token in run.emitted:
             self.sampling.add(token)

@@ -60,6 +60,9 @@ class Got:
     error_code: str = ""
     cached_tokens: int = 0
     core_loops: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    rounds: int = 0
     num_outputs: int = 0
 
 
@@ -95,6 +98,9 @@ def collect(
             one.prompt_logprobs += output.prompt_logprobs
             one.cached_tokens += output.cached_tokens
             one.core_loops += output.core_loops
+            one.drafted_tokens += output.drafted_tokens
+            one.accepted_tokens += output.accepted_tokens
+            one.rounds += output.rounds
             one.error_code = output.error_code
             one.num_outputs += 1
             if output.finish_reason == "preempted":

@@ -1,0 +1,292 @@
+"""Self-speculation: the model with fewer loops guesses tokens, the full depth decides, and its cache entries are used again.
+
+    chain      draft_ahead tokens at `draft_loops`, one after the other; then all are taken on to the last loop as one batch of rows
+    tree       the same with the best `branches` of every guess; each row reads its own path through a position -> place map
+    pipelined  a wave: the guess after a token starts when that token has run `draft_loops`, and both go on in the same passes; every
+               depth that is read checks the guesses so far, and the deeper word counts
+
+A guess holds if it is the token that the full-depth logits choose with the noise, penalties and biases of its own path. So the tokens are
+those of plain decoding, whatever is drafted. What a guess leaves in the cache beyond the committed tokens is written again
+before it is read. Owns the rows of guesses and their acceptance; the engine finds blocks, draws and reports.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker import sampler
+from gpu_worker.batch import Batch, Work
+from gpu_worker.drafts import Node
+from gpu_worker.exits import has_exit
+from gpu_worker.kv_cache import KVCache
+from gpu_worker.kv_sizes import is_absorbed
+from gpu_worker.model import Model
+from gpu_worker.rows import Rows
+from gpu_worker.sampler import Draw
+from gpu_worker.sequence import Sequence
+from kernels.layout import BLOCK_SIZE, NUM_SINKS
+
+MAX_OCCUPANCY = 8  # running sequences beyond which the rows of guesses cost more than they bring
+LEVEL_WIDTH = 8  # nodes per level of a tree
+MAX_NODES = 63  # of a tree beside its root: with it, no more than two blocks
+
+
+class Guess(Work, ABC):
+    """A work whose rows include guessed tokens. The root is the last committed token, the only one not yet in the cache."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        end = len(sequence.tokens)
+        super().__init__(sequence, end - 1, end)
+        self.nodes = [Node(sequence.tokens[-1], end - 1, end - 1)]
+
+    @property
+    @abstractmethod
+    def reach(self) -> int:
+        """Places that the rows may write to are below this."""
+
+    @abstractmethod
+    def shrink(self) -> None:
+        """There are no blocks up to `reach`: guess nothing in this step."""
+
+    @property
+    def running(self) -> list[int]:
+        """Indices of the nodes that have rows, in their order."""
+        return [i for i, node in enumerate(self.nodes) if not node.ends]
+
+    def rows(self) -> Rows:
+        return self._rows_of(self.running, self.sequence.params.loops)
+
+    def draws(self) -> list[Draw]:
+        """The draw after each running node."""
+        return [self._draw(self.nodes[i]) for i in self.running]
+
+    def take(self, batch: Batch, part: slice) -> None:
+        """Notes what the batch made of the rows."""
+        loops = batch.computed_loops[part] - batch.rows.first_loop[part] + 1
+        self.sequence.core_loops += int(loops.sum())
+
+    @abstractmethod
+    def follow(self, tokens: Ordered[int]) -> list[int]:
+        """Given the token drawn after each running node: which of these tokens are the sequence's next, in order, by index."""
+
+    def commit(self, cache: KVCache, num_tokens: int) -> None:
+        """The first `num_tokens` rows that counted are final: puts their K and V in order."""
+        sequence = self.sequence
+        sequence.num_computed += num_tokens
+        cache.settle(sequence.slot, sequence.num_computed)
+        cache.fold(sequence.slot, sequence.num_computed)
+
+    def _draw(self, node: Node) -> Draw:
+        sequence = self.sequence
+        num_generated = sequence.num_generated + len(node.path)
+        return Draw(sequence.sampling, node.position + 1, num_generated, node.path)
+
+    def _is_last(self, token: int, depth: int) -> bool:
+        """Whether the sequence would end with a token that is the `depth`-th after the committed ones."""
+        params, num_generated = self.sequence.params, self.sequence.num_generated + depth
+        is_stop = num_generated > params.min_tokens and token in self.sequence.stop_ids
+        return is_stop or num_generated >= params.max_tokens
+
+    def _rows_of(self, indices: list[int], last_loop: int) -> Rows:
+        nodes = [self.nodes[i] for i in indices]
+        rows = self.rows_at([n.token for n in nodes], [n.position for n in nodes])
+        rows.places[:] = [n.place for n in nodes]
+        rows.first_loop[:] = [n.loop + 1 for n in nodes]
+        rows.last_loop[:] = last_loop
+        brought = next((n for n in nodes if n.loop), None)
+        if brought is not None:
+            assert brought.state is not None and brought.embedded is not None
+            none = torch.zeros_like(brought.state)
+            rows.states = torch.stack([none if n.state is None else n.state for n in nodes])
+            rows.embedded = torch.stack([none if n.embedded is None else n.embedded for n in nodes])
+        return rows
+
+
+class Round(Guess):
+    """Draft, then verify, within one step: a chain (`branches` 1) or a tree.
+
+    Args:
+        levels: tokens to draft one after the other.
+        branches: guesses after each.
+    """
+
+    def __init__(self, sequence: Sequence, levels: int, branches: int) -> None:
+        super().__init__(sequence)
+        self._levels, self._branches = levels, branches
+        self._levels = sum(width > 0 for width in self._widths())
+        self._depth = 0
+        self._kept = [0]  # the nodes that counted
+        self.frontier = [0] if self._levels else []  # nodes whose next tokens are to be guessed
+
+    @property
+    def reach(self) -> int:
+        return self.end + sum(self._widths())
+
+    def shrink(self) -> None:
+        self._levels, self.frontier = 0, []
+
+    def rows(self) -> Rows:
+        if has_exit(self.sequence.params):  # an exit is decided from all loops, from the first on
+            for node in self.nodes:
+                node.loop = 0
+                node.state = node.embedded = None
+        return self._with_maps(super().rows(), self.running)
+
+    def frontier_rows(self) -> Rows:
+        """The rows that draft, from loop 1 to `draft_loops`."""
+        rows = self._rows_of(self.frontier, self.sequence.params.draft_loops)
+        return self._with_maps(rows, self.frontier)
+
+    def frontier_draws(self) -> list[Draw]:
+        return [self._draw(self.nodes[i]) for i in self.frontier]
+
+    @property
+    def num_branches(self) -> int:
+        return self._branches
+
+    def grow(self, states: Tensor, embedded: Tensor, choices: list[list[int]]) -> None:
+        """One more level: `choices` are the best tokens after each node of the frontier, whose rows left (n, d) states."""
+        candidates = []
+        for i, index in enumerate(self.frontier):
+            node = self.nodes[index]
+            node.loop, node.state, node.embedded = (
+                self.sequence.params.draft_loops,
+                states[i],
+                embedded[i],
+            )
+            candidates += [
+                (node.deviation + rank, index, token) for rank, token in enumerate(choices[i])
+            ]
+        candidates.sort(key=lambda candidate: candidate[0])
+        self.sequence.core_loops += self.sequence.params.draft_loops * len(self.frontier)
+        first = len(self.nodes)
+        for deviation, index, token in candidates[: self._widths()[self._depth]]:
+            parent = self.nodes[index]
+            place = self.end + len(self.nodes) - 1
+            path = (*parent.path, token)
+            ends = self._is_last(token, len(path))
+            parent.children.append(len(self.nodes))
+            self.nodes.append(Node(token, parent.position + 1, place, path, index, deviation, ends))
+        self._depth += 1
+        grown = range(first, len(self.nodes))
+        self.sequence.drafted_tokens += len(grown)
+        is_done = self._depth == self._levels
+        self.frontier = [] if is_done else [i for i in grown if not self.nodes[i].ends]
+
+    def follow(self, tokens: Ordered[int]) -> list[int]:
+        at_row = {node: row for row, node in enumerate(self.running)}
+        node, num_hits = 0, 0
+        while True:
+            token = tokens[at_row[node]]
+            hit = next((c for c in self.nodes[node].children if self.nodes[c].token == token), None)
+            if hit is not None:
+                num_hits += 1
+            if hit is None or self.nodes[hit].ends:
+                break
+            node = hit
+            self._kept.append(node)
+        is_missed = hit is None and bool(self.nodes[node].children)
+        self.sequence.rounds += 1
+        self.sequence.accepted_tokens += num_hits
+        if self.sequence.pace is not None:
+            self.sequence.pace.note(num_hits, is_missed)
+        return [at_row[node] for node in self._kept]
+
+    def commit(self, cache: KVCache, num_tokens: int) -> None:
+        for index in self._kept[:num_tokens]:
+            node = self.nodes[index]
+            if node.place != node.position:
+                cache.move_place(self.sequence.slot, node.place, node.position)
+        super().commit(cache, num_tokens)
+        cache.truncate(self.sequence.slot, len(self.sequence.tokens))
+
+    def _widths(self) -> list[int]:
+        """The nodes of each level, at most."""
+        widths, last, left = [], 1, MAX_NODES
+        for _ in range(self._levels):
+            last = min(last * self._branches, LEVEL_WIDTH, left)
+            left -= last
+            widths.append(last)
+        return widths
+
+    def _with_maps(self, rows: Rows, indices: list[int]) -> Rows:
+        """Tells rows of a tree where the keys of their own path lie; those of a chain lie in order."""
+        if self._branches == 1:
+            return rows
+        base = self.start // BLOCK_SIZE * BLOCK_SIZE
+        rows.row_map[:] = range(len(indices))
+        rows.map_base[:] = base
+        rows.maps = np.tile(np.arange(base, base + BLOCK_SIZE, dtype=np.int32), (len(indices), 1))
+        for row, index in enumerate(indices):
+            while index > 0:
+                node = self.nodes[index]
+                rows.maps[row, node.position - base] = node.place
+                index = node.parent
+        return rows
+
+
+def draft(works: Iterable[Work], model: Model, cache: KVCache) -> int:
+    """Lets the rounds among the works guess their tokens, level by level and all together; returns the core passes that it took."""
+    rounds = [work for work in works if isinstance(work, Round)]
+    passes = 0
+    while growing := [r for r in rounds if r.frontier]:
+        rows = Rows.join([r.frontier_rows() for r in growing])
+        states, embedded = model.trunk(rows, cache)
+        logits = model.logits(model.read_out(states, rows, cache))
+        draws = [draw for r in growing for draw in r.frontier_draws()]
+        counts = [r.num_branches for r in growing for _ in r.frontier]
+        choices = _best(model.ops, logits, draws, counts)
+        first = 0
+        for r in growing:
+            part = slice(first, first + len(r.frontier))
+            first = part.stop
+            r.grow(states[part], embedded[part], choices[part])
+        passes += int(rows.last_loop.max())
+    return passes
+
+
+def _best(ops: Any, logits: Tensor, draws: list[Draw], counts: list[int]) -> list[list[int]]:
+    """For each draw its first choices: the best token, the best without that, and so on. Overwrites the logits."""
+    chosen: list[list[int]] = [[] for _ in draws]
+    for k in range(max(counts)):
+        at = [i for i, count in enumerate(counts) if count > k]
+        tokens = sampler.choose(ops, logits[at], [draws[i] for i in at])
+        for i, token in zip(at, tokens, strict=True):
+            chosen[i].append(token)
+            logits[i, token] = -torch.inf
+    return chosen
+
+
+def guess(sequence: Sequence, cache: KVCache, model: Model, occupancy: int) -> Guess | None:
+    """This step's guessing work for a sequence that asked for it; None where it has to run plainly.
+
+    A sequence guesses from its second generated token on: the prompt's last row runs as part of the prompt.
+    """
+    params = sequence.params
+    is_ready = sequence.num_prompt <= sequence.num_computed == len(sequence.tokens) - 1
+    if params.speculation == "none" or not is_ready or sequence.finish_reason():
+        return None
+    if occupancy > MAX_OCCUPANCY:
+        return None
+    left = params.max_tokens - sequence.num_generated
+    has_own_places = params.speculation == "tree" and params.branches > 1 and _can_map(model, cache)
+    room = BLOCK_SIZE - 1 - sequence.num_computed % BLOCK_SIZE  # to the end of the root's block
+    levels = params.draft_ahead or (sequence.pace.ahead() if sequence.pace else 0)
+    levels = min(levels, left - 1)
+    if has_own_places or cache.is_folding:
+        levels = min(levels, room)
+    if has_own_places and sequence.num_computed < NUM_SINKS:
+        levels = 0  # the first keys of a sequence have copies of their own, which places are not moved to
+    return Round(sequence, levels, params.branches if has_own_places else 1)
+
+
+def _can_map(model: Model, cache: KVCache) -> bool:
+    """Whether rows can read keys by a map: not where K and V are rebuilt, block by block, from inputs. A tree is then a chain."""
+    return cache.form.has_keys or is_absorbed(model.config)
