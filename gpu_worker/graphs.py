@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, layouts, linear, step
-from kernels.attention import AttentionLaunch, AttentionShape
+from kernels.attention import NO_WINDOW, AttentionLaunch, AttentionShape
 from kernels.compiler import Variant
 from kernels.launch import Library
 from kernels.layouts import RANKS, ProductShape
@@ -23,7 +23,6 @@ from kernels.linear import CLUSTERS, HeadShape, Launch
 
 _BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
 _SHARE_BYTES = 109 * 1024  # of those, weights
-NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,24 @@ CHECKED_SPECS = {
 }
 
 
+def launches_to_try(spec: DecodeSpec, rows: int) -> dict[str, dict[str, Launch]]:
+    """Other launch shapes worth a measurement, by name (`scripts/gpu_check.py --try`)."""
+    shapes, tiles = product_shapes(spec), column_tiles_for(rows)
+    one = 1 if rows == 1 else 0
+    if rows <= 8:
+        return {
+            "gate_up in 4 rounds": {"gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 2, one)},
+            "gate_up in 4 rounds, 3 stages": {
+                "gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 3, one)
+            },
+        }
+    return {
+        "qkv on 15 clusters": {"qkv": Launch(shapes["qkv"], 20, 10, tiles, True)},
+        "qkv in 2 rounds": {"qkv": Launch(shapes["qkv"], 10, 10, tiles, True, 2)},
+        "gate_up in 7 rounds": {"gate_up": Launch(shapes["gate_up"], 6, 6, tiles, True, 2)},
+    }
+
+
 def product_shape(n: int, k: int) -> ProductShape:
     """How an (n, k) product is cut: runs of tiles that fit a block beside the next kernel's; long chains halved."""
     tiles = -(-n // 16)
@@ -95,17 +112,14 @@ def product_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
     max_rows = 1 if rows == 1 else 0
     chains = tiles * shape.sub_slices
     num_warps = chains if shape.sub_slices > 1 else max(w for w in range(1, 11) if chains % w == 0)
+    push = Launch(shape, tiles, num_warps, column_tiles, True, 1, max_rows)
+    if push.shared_bytes <= _BLOCK_BYTES:
+        return push
     if column_tiles <= 2:
-        push = Launch(shape, tiles, num_warps, column_tiles, True, 1, max_rows)
-        if push.shared_bytes <= _BLOCK_BYTES:
-            return push
         return Launch(shape, tiles, num_warps, column_tiles, False)
     if shape.num_tiles > 24 * CLUSTERS and shape.sub_slices == 1:
         # Too much for one block each: rounds through a ring.
         return Launch(shape, 9, 9, column_tiles, True, 2)
-    if tiles > 8 and shape.sub_slices == 1:
-        tiles = -(-shape.num_tiles // (2 * CLUSTERS)) * 2
-        return Launch(shape, tiles, tiles // 2, column_tiles, False)
     return Launch(shape, tiles, num_warps, column_tiles, False)
 
 
@@ -148,15 +162,15 @@ def column_tiles_for(rows: int) -> int:
 
 
 def step_kernels(
-    spec: DecodeSpec, rows: int
+    spec: DecodeSpec, rows: int, instead: Mapping[str, Launch] | None = None
 ) -> tuple[dict[str, Variant], dict[str, tuple[int, int]]]:
-    """The kernels of a step of `rows` rows, and their grids."""
+    """The kernels of a step of `rows` rows, and their grids; `instead` has launches to try for single products."""
     column_tiles = column_tiles_for(rows)
     shapes = product_shapes(spec)
     cut = {
         name: (head_launch if name == "head" else product_launch)(shape, column_tiles, rows)
         for name, shape in shapes.items()
-    }
+    } | dict(instead or {})
     attend, blocks_per_sm = attention_launch(spec, rows, shapes["o"], column_tiles)
     angles = spec.head_dim // 2 if spec.is_rotary else 0
     variants = {
@@ -246,6 +260,7 @@ class DecodeRunner:
         library: Library,
         *,
         is_overlapped: bool = True,
+        instead: Mapping[str, Launch] | None = None,
     ) -> None:
         spec = weights.spec
         self.spec, self.weights, self.cache, self.rows = spec, weights, cache, rows
@@ -275,7 +290,7 @@ class DecodeRunner:
         )
         self.logits = torch.zeros(rows, spec.vocab, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.variants, self.grids = step_kernels(spec, rows)
+        self.variants, self.grids = step_kernels(spec, rows, instead)
 
     def _launch(self, name: str, stream: int, *args: Any, is_first: bool = False) -> None:
         kernel = self._library.get(self.variants[name])

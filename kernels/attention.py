@@ -20,10 +20,9 @@ from typing import Any
 from kernels.compiler import Variant
 from kernels.device_code import device_function, traced
 from kernels.intrinsics import (
-    and_or,
     block_x,
     bulk_copy,
-    cluster_arrive,
+    cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
     exp2,
@@ -32,8 +31,6 @@ from kernels.intrinsics import (
     fmax,
     grid_dependency_launch,
     grid_dependency_wait,
-    half2_fma,
-    half2_sub,
     int_to_f32,
     less,
     load_128_if,
@@ -53,11 +50,13 @@ from kernels.intrinsics import (
     reciprocal,
     remainder,
     select,
+    select_int,
     shared_base,
     shuffle_from,
     shuffle_xor_f32,
     store_16_if,
-    store_cluster_f32_if,
+    store_async_f32,
+    store_shared_f32_if,
     sync_block,
     sync_warp,
     thread_id,
@@ -68,6 +67,7 @@ from kernels.intrinsics import (
 from kernels.layouts import ProductShape, packed_place
 
 STREAMS = 16
+NO_WINDOW = 1 << 30
 _NEVER = -1.0e30  # the score of a masked position: finite, so that an empty stream merges as nothing
 
 
@@ -80,6 +80,11 @@ class AttentionShape:
     head_dim: int
     format: str = "fp16"
     has_alibi: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a lane's pair that hold query heads."""
+        return 1 if self.group == 1 else 2
 
     @property
     def exact_parts(self) -> int:
@@ -144,7 +149,7 @@ class AttentionLaunch:
     @property
     def shared_bytes(self) -> int:
         results = STREAMS * self.shape.group * self.result_floats * 4
-        return self.ring_bytes + results + 8 * self.num_warps * self.stages
+        return self.ring_bytes + results + 8 * self.num_warps * self.stages + 8
 
 
 # --- one block of 64 positions ---------------------------------------------------------------------
@@ -185,14 +190,16 @@ def _make_scores(shape: AttentionShape) -> Any:
 
 
 def _nibbles(word: Any) -> Any:
-    """Eight 4-bit numbers as four pairs of halves, each less 8, exactly."""
-    exponent, minus_1032 = 0x64006400, 0x64086408
-    sixteenth, minus_72 = 0x2C002C00, 0xD480D480
-    regs = []
-    for part in (word, word >> 8):
-        regs.append(half2_sub(and_or(part, 0x000F000F, exponent), minus_1032))
-        regs.append(half2_fma(and_or(part, 0x00F000F0, exponent), sixteenth, minus_72))
-    return regs
+    """Eight 4-bit numbers n as halves of the same bits: n / 2^24 in the tile's low rows, n / 2^20 in its high ones.
+
+    Such halves are subnormal, which the matrix unit takes exactly; the powers of two leave with the scales.
+    """
+    high = word >> 8
+    low_mask, high_mask = 0x000F000F, 0x00F000F0
+    return word & low_mask, word & high_mask, high & low_mask, high & high_mask
+
+
+_UNDO = (float(1 << 24), float(1 << 20))
 
 
 def _make_scores_int4(shape: AttentionShape) -> Any:
@@ -201,33 +208,35 @@ def _make_scores_int4(shape: AttentionShape) -> Any:
     @traced("f" * 16)
     def scores_int4(chunk: Any, scales: Any, query: Any, sums: Any, lane: Any) -> Any:
         """q.k of 64 stored positions; `sums` are the sums of q's columns 2t and 2t+1."""
-        out: list[Any] = []
-        for tile in range(4):
-            acc = (0.0, 0.0, 0.0, 0.0)
+        accs: list[Any] = [(0.0, 0.0, 0.0, 0.0)] * 4
+        # step outside, tile inside: independent chains keep the matrix unit busy; more than two cost registers
+        for some in ((0, 1), (2, 3)):
             for quad in range(steps // 4):
-                words = load_shared_128(chunk + (tile * (steps // 4) + quad) * 512)
-                for i, word in enumerate(words):
+                at = [chunk + (t * (steps // 4) + quad) * 512 for t in some]
+                words = [load_shared_128(address) for address in at]
+                for i in range(4):
                     step = 4 * quad + i
-                    acc = mma(*acc, *_nibbles(word), query[2 * step], query[2 * step + 1])
+                    for t, word in zip(some, words, strict=True):
+                        numbers = _nibbles(word[i])
+                        accs[t] = mma(*accs[t], *numbers, query[2 * step], query[2 * step + 1])
+        out: list[Any] = []
+        for tile, acc in enumerate(accs):
             for high in range(2):
                 pair = load_shared_32(scales + (16 * tile + 8 * high + (lane >> 2)) * 4)
                 scale, offset = unpack_half2(pair)
+                scale = scale * _UNDO[high]
                 for column in range(2):
-                    out.append(fma(acc[2 * high + column], scale, offset * sums[column]))
+                    is_used = column < shape.num_columns
+                    value = acc[2 * high + column]
+                    out.append(fma(value, scale, offset * sums[column]) if is_used else value)
         return tuple(out)
 
     return scores_int4
 
 
-@traced("ff")
-def _column_max(first: Any, second: Any) -> Any:
-    for mask in (4, 8, 16):
-        first = fmax(first, shuffle_xor_f32(first, mask))
-        second = fmax(second, shuffle_xor_f32(second, mask))
-    return first, second
+def _make_softmax(shape: AttentionShape, is_stored: bool, is_masked: bool) -> Any:
+    columns = range(shape.num_columns)
 
-
-def _make_softmax(shape: AttentionShape, is_stored: bool) -> Any:
     @traced("r" * 8 + "f" * 8)
     def softmax(
         scores: Any, state: Any, scales: Any, first: Any, position: Any, window: Any, sinks: Any,
@@ -239,36 +248,45 @@ def _make_softmax(shape: AttentionShape, is_stored: bool) -> Any:
         inside the window or a sink. `scales` is where V's (scale, offset) lie (stored blocks only).
         """
         g = lane >> 2
-        shown: list[Any] = []
+        low = int_to_f32(0) + _NEVER
+        shown: dict[tuple[int, int], list[Any]] = {}
         for tile in range(4):
             for high in range(2):
                 key = first + 16 * tile + 8 * high + g
-                is_seen = less(key, position + 1) & (less(position - window, key) | less(key, sinks))
-                for column in range(2):
-                    score = scores[4 * tile + 2 * high + column]
-                    if shape.has_alibi:
-                        score = fma(int_to_f32(key - position), slopes[column], score)
-                    shown.append(select(score, int_to_f32(0) + _NEVER, is_seen))
-        top = [shown[0], shown[1]]
-        for i in range(2, 16, 2):
-            top = [fmax(top[0], shown[i]), fmax(top[1], shown[i + 1])]
-        top = list(_column_max(*top))
-        new_max = [fmax(state[0], top[0]), fmax(state[1], top[1])]
-        fix = [exp2(state[0] - new_max[0]), exp2(state[1] - new_max[1])]
-        sums = [state[2] * fix[0], state[3] * fix[1]]
-        offsets = [state[4] * fix[0], state[5] * fix[1]]
+                row = [scores[4 * tile + 2 * high + c] for c in columns]
+                if shape.has_alibi:
+                    row = [fma(int_to_f32(key - position), slopes[c], row[c]) for c in columns]
+                if is_masked:
+                    is_seen = less(key, position + 1) & (
+                        less(position - window, key) | less(key, sinks)
+                    )
+                    row = [select(score, low, is_seen) for score in row]
+                shown[tile, high] = row
+        new_max, fix = [state[0], state[1]], [state[0], state[1]]
+        sums, offsets = [state[2], state[3]], [state[4], state[5]]
+        for c in columns:
+            rows = list(shown.values())
+            top = rows[0][c]
+            for row in rows[1:]:
+                top = fmax(top, row[c])
+            for mask in (4, 8, 16):
+                top = fmax(top, shuffle_xor_f32(top, mask))
+            new_max[c] = fmax(state[c], top)
+            fix[c] = exp2(state[c] - new_max[c])
+            sums[c], offsets[c] = sums[c] * fix[c], offsets[c] * fix[c]
         regs: list[Any] = []
-        for tile in range(4):
-            for high in range(2):
-                at = 4 * tile + 2 * high
-                p = [exp2(shown[at + c] - new_max[c]) for c in range(2)]
-                sums = [sums[c] + p[c] for c in range(2)]
-                if is_stored:
-                    pair = load_shared_32(scales + (16 * tile + 8 * high + g) * 4)
-                    scale, offset = unpack_half2(pair)
-                    offsets = [fma(p[c], offset, offsets[c]) for c in range(2)]
-                    p = [p[c] * scale for c in range(2)]
-                regs.append(transpose_8x8(pack_half2(p[0], p[1])))
+        for (tile, high), row in shown.items():
+            p = [int_to_f32(0), int_to_f32(0)]
+            for c in columns:
+                p[c] = exp2(row[c] - new_max[c])
+                sums[c] = sums[c] + p[c]
+            if is_stored:
+                pair = load_shared_32(scales + (16 * tile + 8 * high + g) * 4)
+                scale, offset = unpack_half2(pair)
+                for c in columns:
+                    offsets[c] = fma(p[c], offset, offsets[c])
+                    p[c] = p[c] * scale
+            regs.append(transpose_8x8(pack_half2(p[0], p[1])))
         return (*regs, *new_max, *sums, *offsets, *fix)
 
     return softmax
@@ -281,14 +299,12 @@ def _make_values(shape: AttentionShape, part: int) -> Any:
     @traced("f" * (4 * tiles))
     def values(out: Any, p: Any, chunk: Any) -> Any:
         """Add p.v for a chunk's dims (out was corrected before)."""
-        new = list(out)
-        for tile in range(part * count, (part + 1) * count):
-            acc = tuple(new[4 * tile : 4 * tile + 4])
-            for step in range(4):
+        new = [out[4 * tile : 4 * tile + 4] for tile in range(tiles)]
+        for step in range(4):
+            for tile in range(part * count, (part + 1) * count):
                 a = load_shared_128(chunk + ((tile - part * count) * 4 + step) * 512)
-                acc = mma(*acc, *a, p[2 * step], p[2 * step + 1])
-            new[4 * tile : 4 * tile + 4] = acc
-        return tuple(new)
+                new[tile] = mma(*new[tile], *a, p[2 * step], p[2 * step + 1])
+        return tuple(value for acc in new for value in acc)
 
     return values
 
@@ -298,14 +314,15 @@ def _make_values_int4(shape: AttentionShape) -> Any:
 
     @traced("f" * (4 * tiles))
     def values_int4(out: Any, p: Any, chunk: Any) -> Any:
-        new = list(out)
-        for tile in range(tiles):
-            acc = tuple(new[4 * tile : 4 * tile + 4])
-            words = load_shared_128(chunk + tile * 512)
+        new = [out[4 * tile : 4 * tile + 4] for tile in range(tiles)]
+        for first in range(0, tiles, 2):
+            some = range(first, min(first + 2, tiles))
+            words = {tile: load_shared_128(chunk + tile * 512) for tile in some}
             for step in range(4):
-                acc = mma(*acc, *_nibbles(words[step]), p[2 * step], p[2 * step + 1])
-            new[4 * tile : 4 * tile + 4] = acc
-        return tuple(new)
+                for tile in some:
+                    numbers = _nibbles(words[tile][step])
+                    new[tile] = mma(*new[tile], *numbers, p[2 * step], p[2 * step + 1])
+        return tuple(value for acc in new for value in acc)
 
     return values_int4
 
@@ -313,9 +330,19 @@ def _make_values_int4(shape: AttentionShape) -> Any:
 def _make_correct(shape: AttentionShape) -> Any:
     @traced("f" * (shape.head_dim // 4))
     def correct(out: Any, first: Any, second: Any) -> Any:
-        return tuple(value * (second if i % 2 else first) for i, value in enumerate(out))
+        factors = (first, second)[: shape.num_columns]
+        return tuple(v * factors[i % 2] if i % 2 < len(factors) else v for i, v in enumerate(out))
 
     return correct
+
+
+def _make_undo(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def undo(out: Any) -> Any:
+        """Take the powers of two of `_nibbles` out of the sums over stored values."""
+        return tuple(value * _UNDO[i % 4 // 2] for i, value in enumerate(out))
+
+    return undo
 
 
 def _make_zeros(shape: AttentionShape) -> Any:
@@ -349,29 +376,34 @@ def _make_send(launch: AttentionLaunch) -> Any:
     shape, cluster, width = launch.shape, launch.cluster, launch.result_floats
     owned = shape.head_dim // cluster
 
+    def put(local: Any, rank: Any, value: Any, bar: Any, condition: Any) -> None:
+        if cluster > 1:
+            store_async_f32(map_shared(local, rank), value, map_shared(bar, rank), condition)
+        else:
+            store_shared_f32_if(local, value, condition)
+
     @traced()
-    def send(out: Any, state: Any, stream: Any, results: Any, lane: Any) -> None:
+    def send(out: Any, state: Any, stream: Any, results: Any, lane: Any, bar: Any) -> None:
         """Give a stream's result to the blocks that merge it, each its dims."""
         g, t = lane >> 2, lane & 3
         sums, offsets = [state[2], state[3]], [state[4], state[5]]
         for mask in (4, 8, 16):
             sums = [x + shuffle_xor_f32(x, mask) for x in sums]
             offsets = [x + shuffle_xor_f32(x, mask) for x in offsets]
-        for odd in range(2):
+        for odd in range(shape.num_columns):
             column = 2 * t + odd
             is_real = less(column, shape.group)
             row = results + (stream * shape.group + column) * (width * 4)
             for tile in range(shape.head_dim // 16):
                 for high in range(2):
                     d = 16 * tile + 8 * high
-                    address = map_shared(row + (d % owned + g) * 4, d // owned)
                     value = out[4 * tile + 2 * high + odd] + offsets[odd]
-                    store_cluster_f32_if(address, value, is_real)
+                    put(row + (d % owned + g) * 4, d // owned, value, bar, is_real)
             # lane g tells rank g
             is_told = is_real & less(g, cluster)
-            tail = map_shared(row + owned * 4, g)
-            store_cluster_f32_if(tail, state[odd], is_told)
-            store_cluster_f32_if(tail + 4, sums[odd], is_told)
+            rank = select_int(g, 0, is_told)
+            put(row + owned * 4, rank, state[odd], bar, is_told)
+            put(row + owned * 4 + 4, rank, sums[odd], bar, is_told)
 
     return send
 
@@ -429,7 +461,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     shape = launch.shape
     if shape.group > 8 or shape.head_dim % 32 or (shape.head_dim // launch.cluster) % 8:
         raise ValueError(f"{shape} does not fit clusters of {launch.cluster}")
-    is_int4 = shape.format == "int4"
+    is_int4, no_window = shape.format == "int4", NO_WINDOW
     stages, num_warps, cluster = launch.stages, launch.num_warps, launch.cluster
     warp_streams, n_kv, group, dim = launch.warp_streams, shape.n_kv_heads, shape.group, shape.head_dim
     stage_bytes, chunk_bytes = launch.stage_bytes, shape.chunk_bytes
@@ -441,10 +473,16 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     results_at = launch.ring_bytes
     bars_at = results_at + STREAMS * group * launch.result_floats * 4
     owned, num_threads = dim // cluster, 32 * num_warps
+    results_bar_at = launch.shared_bytes - 8
+    result_bytes = STREAMS * group * launch.result_floats * 4
+    undo = _make_undo(shape)
     load_query, scores, correct = _make_load_query(shape), _make_scores(shape), _make_correct(shape)
     values = [_make_values(shape, part) for part in range(parts // 2)]
     values_0, values_1, values_2, values_3 = (values + values)[:4]
-    softmax, softmax_stored = _make_softmax(shape, False), _make_softmax(shape, True)
+    softmax, softmax_masked = (_make_softmax(shape, False, masked) for masked in (False, True))
+    softmax_stored, softmax_stored_masked = (
+        _make_softmax(shape, True, masked) for masked in (False, True)
+    )
     scores_int4, values_int4 = _make_scores_int4(shape), _make_values_int4(shape)
     zeros, send, merge = _make_zeros(shape), _make_send(launch), _make_merge(launch)
     load_slopes, place = _make_slopes(shape), _make_place(launch)
@@ -494,6 +532,12 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                     ordinal += 1
         return stream, ordinal, part, loads, entries, page
 
+    @device_function
+    def arrived(used: Any, ring: Any, bars: Any) -> Any:
+        slot = remainder(used, stages)
+        mbarrier_wait(bars + slot * 8, quotient(used, stages) & 1)
+        return ring + slot * stage_bytes
+
     def kernel(
         q: Any, exact_cache: Any, exact_blocks: Any, exact_block_bytes: Any, stored_cache: Any,
         stored_block_bytes: Any, tables: Any, positions: Any, row_info: Any, slopes: Any, out: Any,
@@ -510,10 +554,14 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
             for i in range(stages):
                 mbarrier_init(bars + 8 * i, 1)
             mbarrier_init_fence()
+            if cluster > 1 and warp == 0:
+                mbarrier_init(base + results_bar_at, 1)
+                mbarrier_init_fence()
+                mbarrier_expect(base + results_bar_at, result_bytes)
         sync_warp()
         grid_dependency_launch()
         if cluster > 1:
-            cluster_arrive()
+            cluster_arrive_relaxed()
         position = load_i32(positions + row * 4)
         num_stable = load_i32(row_info + row * 8)
         depth = load_i32(row_info + row * 8 + 4) + loop
@@ -550,50 +598,77 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
             for turn in range(per_stream):
                 block = first_stream + s + STREAMS * turn
                 if block <= own:
-                    is_stored = is_int4 and block < own
-                    shown, weights = _no_scores(), _no_weights()
-                    for i in range(stored_parts if is_stored else parts):
-                        slot = remainder(used, stages)
-                        mbarrier_wait(bars + slot * 8, quotient(used, stages) & 1)
-                        chunk = ring + slot * stage_bytes
-                        at = chunk + lane * 16
-                        if is_stored:
-                            if i == 0:
-                                shown = scores_int4(at, chunk + scales_at, query, sums, lane)
-                            else:
-                                step = softmax_stored(
-                                    shown, state, chunk + scales_at, block * 64, position, window, sinks,
-                                    slope, lane,
-                                )  # fmt: skip
-                                state = step[8:14]
-                                total = values_int4(correct(total, step[14], step[15]), step[0:8], at)
-                        elif i < parts // 2:
-                            shown = scores(shown, at, query, i)
-                            if i == parts // 2 - 1:
-                                step = softmax(
-                                    shown, state, 0, block * 64, position, window, sinks, slope, lane
-                                )
-                                weights = step[0:8]
-                                state = step[8:14]
-                                total = correct(total, step[14], step[15])
-                        elif i == parts // 2:
-                            total = values_0(total, weights, at)
-                        elif i == parts // 2 + 1:
-                            total = values_1(total, weights, at)
-                        elif i == parts // 2 + 2:
-                            total = values_2(total, weights, at)
-                        else:
-                            total = values_3(total, weights, at)
+                    if is_int4 and block < own:
+                        chunk = arrived(used, ring, bars)
+                        shown = scores_int4(chunk + lane * 16, chunk + scales_at, query, sums, lane)
                         sync_warp()
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
                             stream, ordinal, part, loads, entries, page, used, everything, first_stream,
                             own, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
-            send(total, state, first_stream + s, results, lane)
+                        chunk = arrived(used, ring, bars)
+                        if window < no_window:
+                            step = softmax_stored_masked(
+                                shown, state, chunk + scales_at, block * 64, position, window, sinks,
+                                slope, lane,
+                            )  # fmt: skip
+                        else:
+                            step = softmax_stored(
+                                shown, state, chunk + scales_at, block * 64, position, window, sinks,
+                                slope, lane,
+                            )  # fmt: skip
+                        state = step[8:14]
+                        total = correct(total, step[14], step[15])
+                        total = values_int4(total, step[0:8], chunk + lane * 16)
+                        sync_warp()
+                        used += 1
+                        stream, ordinal, part, loads, entries, page = fetch(
+                            stream, ordinal, part, loads, entries, page, used, everything, first_stream,
+                            own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        )  # fmt: skip
+                    else:
+                        if is_int4:
+                            total = undo(total)
+                        shown, weights = _no_scores(), _no_weights()
+                        for i in range(parts):
+                            at = arrived(used, ring, bars) + lane * 16
+                            if i < parts // 2:
+                                shown = scores(shown, at, query, i)
+                                if i == parts // 2 - 1:
+                                    if block == own or window < no_window:
+                                        step = softmax_masked(
+                                            shown, state, 0, block * 64, position, window, sinks,
+                                            slope, lane,
+                                        )  # fmt: skip
+                                    else:
+                                        step = softmax(
+                                            shown, state, 0, block * 64, position, window, sinks,
+                                            slope, lane,
+                                        )  # fmt: skip
+                                    weights = step[0:8]
+                                    state = step[8:14]
+                                    total = correct(total, step[14], step[15])
+                            elif i == parts // 2:
+                                total = values_0(total, weights, at)
+                            elif i == parts // 2 + 1:
+                                total = values_1(total, weights, at)
+                            elif i == parts // 2 + 2:
+                                total = values_2(total, weights, at)
+                            else:
+                                total = values_3(total, weights, at)
+                            sync_warp()
+                            used += 1
+                            stream, ordinal, part, loads, entries, page = fetch(
+                                stream, ordinal, part, loads, entries, page, used, everything, first_stream,
+                                own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                            )  # fmt: skip
+            if is_int4 and own & (STREAMS - 1) != first_stream + s:
+                total = undo(total)
+            send(total, state, first_stream + s, results, lane, base + results_bar_at)
         if cluster > 1:
-            cluster_arrive()
-            cluster_wait()
+            # every block of the cluster has told its streams' results to this one
+            mbarrier_wait(base + results_bar_at, 0)
         else:
             sync_block()
         for i in range(thread_id(), group * owned, num_threads):

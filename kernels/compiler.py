@@ -12,6 +12,7 @@ import re
 import types as python_types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,29 @@ class Variant:
     constants: tuple[Any, ...] = ()
 
 
-def source_digest() -> str:
-    """A hash of all device sources: any edit compiles anew."""
+@cache
+def _source_digest(module: str) -> str:
+    """A hash of the sources that a kernel of `module` is made of: any edit compiles anew."""
     digest = hashlib.sha256(TOOLCHAIN.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        source = path.read_bytes()
-        if b"device_code" in source:
-            digest.update(path.name.encode() + source)
+    folder = Path(__file__).parent
+    for name in sorted({"compiler", "device_code", "intrinsics", "layouts", module.split(".")[-1]}):
+        path = folder / f"{name}.py"
+        digest.update(name.encode() + (path.read_bytes() if path.exists() else b""))
     return digest.hexdigest()
 
 
-def ptx_of(variant: Variant, build_dir: Path | None = None, digest: str | None = None) -> str:
+def ptx_path(variant: Variant, build_dir: Path) -> Path:
+    """Where the PTX of `variant` is kept."""
+    source = _source_digest(variant.function.__module__)
+    key = hashlib.sha256(repr((source, variant.name, variant.constants)).encode()).hexdigest()
+    return build_dir / f"{variant.name}-{key[:16]}.ptx"
+
+
+def ptx_of(variant: Variant, build_dir: Path | None = None) -> str:
     """The PTX of `variant`, from `build_dir` if an equal source was compiled into it before."""
     if build_dir is None:
         return compile_ptx(variant)
-    key = hashlib.sha256(repr((digest or source_digest(), variant.name, variant.constants)).encode())
-    path = build_dir / f"{variant.name}-{key.hexdigest()[:16]}.ptx"
+    path = ptx_path(variant, build_dir)
     if path.exists():
         return path.read_text()
     ptx = compile_ptx(variant)

@@ -158,11 +158,16 @@ def write_shared(address: int, data: bytes) -> None:
     shared[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
 
-def atomic_add_shared(address: int, value: int) -> int:
+def update_shared(address: int, num_bytes: int, update: Callable[[int], int]) -> int:
+    """Atomically replace a number in shared memory; the old one."""
     with current().block.lock:
-        old = int.from_bytes(read_shared(address, 4), "little")
-        write_shared(address, ((old + value) & 0xFFFFFFFF).to_bytes(4, "little"))
+        old = int.from_bytes(read_shared(address, num_bytes), "little")
+        write_shared(address, update(old).to_bytes(num_bytes, "little"))
         return old
+
+
+def atomic_add_shared(address: int, value: int) -> int:
+    return update_shared(address, 4, lambda old: (old + value) & 0xFFFFFFFF)
 
 
 def map_shared(address: int, rank: int) -> int:
@@ -192,6 +197,15 @@ def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     block = current().block
     with block.lock:
         block.mbarriers[barrier]["copies"].append((shared, data))
+        block.lock.notify_all()
+
+
+def store_async(address: int, data: bytes, barrier: int) -> None:
+    mask = (1 << _RANK_SHIFT) - 1
+    block = current().cluster[(address >> _RANK_SHIFT) - 1]
+    assert address >> _RANK_SHIFT == barrier >> _RANK_SHIFT, "data and barrier lie in different blocks"
+    with block.lock:
+        block.mbarriers[barrier & mask]["copies"].append((address & mask, data))
         block.lock.notify_all()
 
 

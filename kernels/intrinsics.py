@@ -312,6 +312,12 @@ def store_shared_f32(address: int, value: float) -> None:
     emulator.write_shared(address, struct.pack("<f", value))
 
 
+@op("", "rfr", "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1;}", memory=True)
+def store_shared_f32_if(address: int, value: float, condition: int) -> None:
+    if condition:
+        emulator.write_shared(address, struct.pack("<f", value))
+
+
 @op("", "rr", "st.shared.u32 [$0], $1;", memory=True)
 def store_shared_32(address: int, value: int) -> None:
     emulator.write_shared(address, struct.pack("<I", value & 0xFFFFFFFF))
@@ -343,6 +349,31 @@ def store_shared_128_if(address: int, a: int, b: int, c: int, d: int, condition:
 @op("r", "rr", "atom.shared.add.u32 $0, [$1], $2;", memory=True)
 def atomic_add_shared(address: int, value: int) -> int:
     return emulator.atomic_add_shared(address, value)
+
+
+@op("", "rr", "red.shared.max.u32 [$0], $1;", memory=True)
+def max_shared(address: int, value: int) -> None:
+    emulator.update_shared(address, 4, lambda old: max(old, value & 0xFFFFFFFF))
+
+
+@op("", "rr", "red.shared.min.u32 [$0], $1;", memory=True)
+def min_shared(address: int, value: int) -> None:
+    emulator.update_shared(address, 4, lambda old: min(old, value & 0xFFFFFFFF))
+
+
+@op("", "rl", "red.shared.add.u64 [$0], $1;", memory=True)
+def add_shared_64(address: int, value: int) -> None:
+    emulator.update_shared(address, 8, lambda old: (old + value) & (2**64 - 1))
+
+
+@op("l", "r", "ld.shared.u64 $0, [$1];", volatile=True)
+def load_shared_64(address: int) -> int:
+    return int.from_bytes(emulator.read_shared(address, 8), "little")
+
+
+@op("", "rl", "st.shared.u64 [$0], $1;", memory=True)
+def store_shared_64(address: int, value: int) -> None:
+    emulator.write_shared(address, (value & (2**64 - 1)).to_bytes(8, "little"))
 
 
 @op("r", "rr", "mapa.shared::cluster.u32 $0, $1, $2;")
@@ -379,6 +410,32 @@ def store_cluster_f32_if(address: int, value: float, condition: int) -> None:
         emulator.write_shared(address, struct.pack("<f", value))
 
 
+@op(
+    "",
+    "rffrr",
+    "{.reg .pred p; setp.gt.s32 p, $4, 0; @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    ".v2.f32 [$0], {$1,$2}, [$3];}",
+    memory=True,
+)
+def store_async_f32x2(address: int, a: float, b: float, barrier: int, condition: int) -> None:
+    """Where `condition` > 0: store into a block of the cluster and tell its memory barrier of 8 bytes."""
+    if condition > 0:
+        emulator.store_async(address, struct.pack("<2f", a, b), barrier)
+
+
+@op(
+    "",
+    "rfrr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+    ".f32 [$0], $1, [$2];}",
+    memory=True,
+)
+def store_async_f32(address: int, value: float, barrier: int, condition: int) -> None:
+    """Where `condition`: store into a block of the cluster and tell its memory barrier of 4 bytes."""
+    if condition:
+        emulator.store_async(address, struct.pack("<f", value), barrier)
+
+
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_cluster_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
@@ -404,6 +461,12 @@ def sync_warp() -> None:
 
 @op("", "", "barrier.cluster.arrive.release.aligned;", memory=True)
 def cluster_arrive() -> None:
+    emulator.current().cluster_arrive()
+
+
+@op("", "", "barrier.cluster.arrive.relaxed.aligned;", memory=True)
+def cluster_arrive_relaxed() -> None:
+    """Arrive without ordering memory: for `all have started` and `all have read`. A release costs about 1 us."""
     emulator.current().cluster_arrive()
 
 
@@ -521,6 +584,12 @@ def f32_to_int(x: float) -> int:
     return int(np.rint(np.float32(x)))
 
 
+@op("l", "f", "cvt.rzi.s64.f32 $0, $1;")
+def f32_to_mass(x: float) -> int:
+    """The integer part."""
+    return int(x)
+
+
 @op("r", "f", "mov.b32 $0, $1;")
 def bits_of(x: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", x))[0])
@@ -625,6 +694,22 @@ def mul_low(a: int, b: int) -> int:
     return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF) & 0xFFFFFFFF
 
 
+@op("l", "ll", "mul.hi.u64 $0, $1, $2;")
+def mul_high_64(a: int, b: int) -> int:
+    return (a & (2**64 - 1)) * (b & (2**64 - 1)) >> 64
+
+
+@op("r", "rr", "{.reg .pred p; setp.lt.u32 p, $1, $2; selp.u32 $0, 1, 0, p;}")
+def below(a: int, b: int) -> int:
+    """Whether a < b as unsigned numbers."""
+    return int((a & 0xFFFFFFFF) < (b & 0xFFFFFFFF))
+
+
+@op("r", "rr", "{.reg .pred p; setp.eq.u32 p, $1, $2; selp.u32 $0, 1, 0, p;}")
+def same(a: int, b: int) -> int:
+    return int((a & 0xFFFFFFFF) == (b & 0xFFFFFFFF))
+
+
 # --- across the warp -------------------------------------------------------------------------------
 
 
@@ -648,6 +733,16 @@ def shuffle_from(value: int, lane: int) -> int:
 @op("f", "fr", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
 def shuffle_from_f32(value: float, lane: int) -> float:
     return float(emulator.current().warp.exchange(value)[lane & 31])
+
+
+@op("r", "r", "redux.sync.max.u32 $0, $1, 0xffffffff;", volatile=True)
+def warp_max(value: int) -> int:
+    return max(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value))
+
+
+@op("r", "r", "redux.sync.min.u32 $0, $1, 0xffffffff;", volatile=True)
+def warp_min(value: int) -> int:
+    return min(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value))
 
 
 @op("r", "r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", volatile=True)

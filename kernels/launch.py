@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.compiler import Variant, ptx_of, source_digest
+from kernels.compiler import Variant, ptx_of
 
 _CTYPES = {"l": ctypes.c_int64, "r": ctypes.c_int32, "f": ctypes.c_float}
 
@@ -98,12 +98,11 @@ class Library:
 
     def __init__(self, build_dir: Path | None = None) -> None:
         self._build_dir = build_dir
-        self._digest = source_digest()
         self._kernels: dict[tuple[str, tuple[Any, ...]], Kernel] = {}
 
     def get(self, variant: Variant) -> Kernel:
         """The loaded kernel for `variant`."""
         key = (variant.name, variant.constants)
         if key not in self._kernels:
-            self._kernels[key] = Kernel(variant, ptx_of(variant, self._build_dir, self._digest))
+            self._kernels[key] = Kernel(variant, ptx_of(variant, self._build_dir))
         return self._kernels[key]

@@ -188,15 +188,14 @@ def value_place(position: Any, d: Any) -> Any:
 
 
 def quantise_int4(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(..., 64, dim) float32 -> numbers 0..15, scale and offset (..., 64) fp16; x = scale * (n - 8) + offset.
+    """(..., 64, dim) float32 -> numbers n 0..15, scale and offset (..., 64) fp16; x = scale * n + offset.
 
-    Symmetric about the middle of each position's range; a flat position has scale 0.
+    The offset is each position's least value; a flat position has scale 0.
     """
     low, high = block.amin(-1), block.amax(-1)
-    scale = ((high - low) / 15).half()
-    offset = (low + 8 * scale.float()).half()
+    scale, offset = ((high - low) / 15).half(), low.half()
     inverse = torch.where(scale > 0, 1 / scale.float(), torch.zeros_like(low))
-    numbers = ((block - offset.float().unsqueeze(-1)) * inverse.unsqueeze(-1)).round() + 8
+    numbers = ((block - offset.float().unsqueeze(-1)) * inverse.unsqueeze(-1)).round()
     return numbers.clamp(0, 15).to(torch.uint8), scale, offset
 
 
@@ -217,7 +216,7 @@ def pack_int4(block: torch.Tensor, *, is_value: bool) -> tuple[torch.Tensor, tor
     packed = words.to(torch.int64).reshape(*lead, -1)
     data = (packed - (packed >= 1 << 31).long() * (1 << 32)).int().contiguous().view(torch.uint8)
     pairs = torch.stack([scale, offset], -1).contiguous().view(torch.uint8).reshape(*lead, 256)
-    restored = scale.float().unsqueeze(-1) * (numbers.float() - 8) + offset.float().unsqueeze(-1)
+    restored = scale.float().unsqueeze(-1) * numbers.float() + offset.float().unsqueeze(-1)
     return torch.cat([data, pairs], -1), restored
 
 
@@ -231,4 +230,4 @@ def unpack_int4(packed: torch.Tensor, dim: int, *, is_value: bool) -> torch.Tens
     flat = numbers.reshape(*lead, BLOCK * dim).float()
     block = unpack_values(flat, dim) if is_value else unpack_keys(flat, dim)
     pairs = packed[..., 32 * dim :].contiguous().view(torch.half).reshape(*lead, BLOCK, 2).float()
-    return pairs[..., :1] * (block - 8) + pairs[..., 1:]
+    return pairs[..., :1] * block + pairs[..., 1:]

@@ -22,6 +22,7 @@ from kernels.intrinsics import (
     block_y,
     bulk_copy,
     cluster_arrive,
+    cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
     exp2,
@@ -56,6 +57,7 @@ from kernels.intrinsics import (
     select_wide,
     shared_base,
     store_16_if,
+    store_async_f32x2,
     store_cluster_f32x2,
     store_f32_if,
     store_f32x2_if,
@@ -132,7 +134,12 @@ class Launch:
 
     @property
     def shared_bytes(self) -> int:
-        return self.weight_bytes + self.x_bytes + self.partial_bytes + 8 * self.num_warps * self.stages + 8
+        return self.weight_bytes + self.x_bytes + self.partial_bytes + 8 * self.num_warps * self.stages + 16
+
+    @property
+    def is_async(self) -> bool:
+        """Whether partials announce themselves to their owner, so that no cluster barrier is needed."""
+        return self.is_push and self.rounds == 1
 
 
 def _check(launch: Launch) -> None:
@@ -192,7 +199,9 @@ def _make_send(launch: Launch) -> Any:
         slots = launch.push_slots
 
         @traced()
-        def send(acc: Any, base: Any, tile0: Any, source: Any, lane: Any, num_rows: Any) -> None:
+        def send(
+            acc: Any, base: Any, tile0: Any, source: Any, lane: Any, num_rows: Any, bar: Any
+        ) -> None:
             # `source` = rank * sub_slices + sub slice; the owner of (m, tile) is (m * count + tile) % 8.
             g, t = lane >> 2, lane & 3
             for tile in range(tiles):
@@ -202,14 +211,19 @@ def _make_send(launch: Launch) -> Any:
                         m = 8 * c + 2 * t + odd
                         unit = m * count + tile0 + tile
                         local = base + (source * slots + (unit >> 3)) * 64 + g * 8
-                        store_cluster_f32x2(
-                            map_shared(local, unit & 7), part[odd], part[odd + 2], num_rows - m
-                        )
+                        remote, pair = map_shared(local, unit & 7), (part[odd], part[odd + 2])
+                        if launch.is_async:
+                            there = map_shared(bar, unit & 7)
+                            store_async_f32x2(remote, *pair, there, num_rows - m)
+                        else:
+                            store_cluster_f32x2(remote, *pair, num_rows - m)
 
         return send
 
     @traced()
-    def keep(acc: Any, base: Any, tile0: Any, source: Any, lane: Any, num_rows: Any) -> None:
+    def keep(
+        acc: Any, base: Any, tile0: Any, source: Any, lane: Any, num_rows: Any, bar: Any
+    ) -> None:
         g, t = lane >> 2, lane & 3
         for tile in range(tiles):
             for c in range(columns):
@@ -285,7 +299,7 @@ def _make_stage_half(launch: Launch) -> Any:
 def _make_stage_packed(launch: Launch) -> Any:
     """x is fp16 in the order of `layouts.packed_place`: one bulk copy brings this block's piece."""
     x_bytes = launch.x_bytes
-    bar_at = launch.shared_bytes - 8
+    bar_at = launch.shared_bytes - 16
 
     @device_function
     def stage(x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any) -> None:
@@ -509,7 +523,8 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
     partials_at = x_at + launch.x_bytes if launch.is_push else 0
     buffer_bytes = RANKS * chains * launch.push_slots * 64
     bars_at = x_at + launch.x_bytes + launch.partial_bytes
-    x_bar_at = launch.shared_bytes - 8
+    x_bar_at, sums_bar_at = launch.shared_bytes - 16, launch.shared_bytes - 8
+    is_async = launch.is_async
     is_push = launch.is_push
     makers = {"norm": _make_stage_norm, "half": _make_stage_half, "packed": _make_stage_packed}
     stage = makers[source](launch)
@@ -550,7 +565,10 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
         m, tile = quotient(unit, tiles), remainder(unit, tiles)
         is_real = less(rank + RANKS * first, rows * tiles) & less(tile0 + tile, num_tiles)
         ready = prepare(first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7)
-        cluster_wait()
+        if is_async:
+            mbarrier_wait(shared_base() + sums_bar_at, 0)
+        else:
+            cluster_wait()
         # The loop's count is the same for the whole warp: lanes shuffle in `finish`.
         for i in range((thread_id() >> 5) * 4, (rows * tiles + RANKS - 1) >> 3, num_warps * 4):
             a, b = collect(base, unit, m, tile, lane & 7)
@@ -574,6 +592,8 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
                 mbarrier_init(bars + 8 * i, 1)
             if is_packed and warp == 0:
                 mbarrier_init(base + x_bar_at, 1)
+            if is_async and warp == 0:
+                mbarrier_init(base + sums_bar_at, 1)
             mbarrier_init_fence()
             for turn in range(min(stages, rounds)):
                 fetch(base, weights, cluster, turn, warp, rank)
@@ -582,10 +602,13 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
         else:
             sync_warp()
         grid_dependency_launch()
-        cluster_arrive()
-        grid_dependency_wait()
+        cluster_arrive_relaxed()
         first_row = block_y() * columns
         rows = min(num_rows - first_row, columns)
+        if is_async and thread_id() == 0:
+            owned_units = (rows * tiles - rank + RANKS - 1) >> 3
+            mbarrier_expect(base + sums_bar_at, owned_units * (RANKS * chains * 64))
+        grid_dependency_wait()
         stage(x + first_row * x_row_bytes, partials + first_row * partial_row_bytes, gain, base + x_at, rank, rows, eps)
         if not is_packed:
             sync_block()
@@ -610,23 +633,25 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
                 )  # fmt: skip
             if not is_push:
                 sync_block()
-            send(acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, sender, lane, rows)
-            cluster_arrive()
+            send(acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, sender, lane, rows, base + sums_bar_at)
+            if not is_async:
+                cluster_arrive()
         reduce(
             base + partials_at + ((rounds - 1) & 1) * buffer_bytes, rounds - 1, cluster, rank, rows, first_row,
             e0, e1, e2, e3, e4, e5, e6, e7,
         )  # fmt: skip
         if not is_push:
             # A block may not end while another reads its partials.
-            cluster_arrive()
+            cluster_arrive_relaxed()
             cluster_wait()
 
     return kernel
 
 
 def _variant(name: str, launch: Launch, source: str, ends: Any, *constants: Any) -> Variant:
+    how = "_ring" if launch.rounds > 1 else "_push" if launch.is_push else "_pull"
     return Variant(
-        name=f"{name}_m{launch.max_rows or launch.columns}{'_push' if launch.is_push else '_pull'}",
+        name=f"{name}_m{launch.max_rows or launch.columns}_t{launch.tiles}{how}",
         function=_make_kernel(launch, source, *ends),
         args=_ARGS,
         num_threads=32 * launch.num_warps,

@@ -19,24 +19,49 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import util
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernels.compiler import Variant
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SHARED_LIMIT = 227 * 1024
 
 
-def variants() -> Iterator[tuple[str, int, str, int]]:
-    """(spec name, rows, kernel, index) of every kernel that a worker may load."""
+Job = tuple[str, int, str, str]
+
+
+def variant_of(job: Job) -> Variant:
+    from gpu_worker import graphs
+    from kernels import sampling
+
+    if job[0] == "any":
+        return sampling.variants()[job[2]]
+    spec_name, rows, kernel, instead = job
+    spec = graphs.CHECKED_SPECS[spec_name]
+    others = graphs.launches_to_try(spec, rows)[instead] if instead else None
+    return graphs.step_kernels(spec, rows, others)[0][kernel]
+
+
+def jobs_of(*, with_others: bool) -> Iterator[Job]:
+    """(spec name, rows, kernel, launches instead) of every kernel that a worker may load, each once."""
     from gpu_worker import graphs
 
+    from kernels import sampling
+
+    yield from (("any", 0, name, "") for name in sampling.variants())
     seen = set()
     for name, spec in graphs.CHECKED_SPECS.items():
         for rows in (1, 8, 16, 32, 64):
-            for kernel, variant in graphs.step_kernels(spec, rows)[0].items():
-                key = (variant.name, variant.constants)
-                if key not in seen:
-                    seen.add(key)
-                    yield name, rows, kernel, len(seen)
+            for instead in ("", *(graphs.launches_to_try(spec, rows) if with_others else ())):
+                for kernel in graphs.step_kernels(spec, rows)[0]:
+                    job = (name, rows, kernel, instead)
+                    variant = variant_of(job)
+                    key = (variant.name, variant.constants)
+                    if key not in seen:
+                        seen.add(key)
+                        yield job
 
 
 def find_ptxas() -> str | None:
@@ -48,13 +73,11 @@ def find_ptxas() -> str | None:
     return shutil.which("ptxas")
 
 
-def check(job: tuple[str, int, str, int], ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]:
+def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]:
     """One line of the table, and what is wrong."""
-    from gpu_worker import graphs
     from kernels.compiler import ptx_of
 
-    spec_name, rows, kernel, _ = job
-    variant = graphs.step_kernels(graphs.CHECKED_SPECS[spec_name], rows)[0][kernel]
+    spec_name, variant = job[0], variant_of(job)
     ptx = ptx_of(variant, build_dir)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -95,13 +118,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build-dir", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--others", action="store_true", help="also launch shapes that are only tried")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     ptxas = find_ptxas()
     if util.find_spec("numba_cuda") is None or ptxas is None:
         print("check_ptx: numba-cuda or ptxas is missing (pip install -r requirements-cuda.txt): skipped")
         return 0
-    jobs = [job for job in variants() if options.only in job[2]]
+    jobs = [job for job in jobs_of(with_others=options.others) if options.only in job[2]]
     print(f"{'model':<10} {'kernel':<28} {'thr':>4} {'cl':>2} {'regs':>4} {'shared':>7} {'spill':>4}")
     faults: list[str] = []
     with ProcessPoolExecutor(options.jobs) as pool:

@@ -31,8 +31,9 @@ from gpu_worker.graphs import (  # noqa: E402
     DecodeRunner,
     DecodeSpec,
     DecodeWeights,
+    launches_to_try,
 )
-from kernels import layouts  # noqa: E402
+from kernels import layouts, reference, sampling  # noqa: E402
 from kernels.launch import Library  # noqa: E402
 
 READ_TB_S = 4.43  # measured read bandwidth of an H200
@@ -75,7 +76,7 @@ def fill_cache(spec: DecodeSpec, cache: DecodeCache) -> None:
     cache.stored.random_(0, 256, generator=make)
     part = spec.attention.stored_bytes
     blocks = cache.stored.view(cache.stored.shape[0], -1, part)[..., part - 256 :]
-    pairs = torch.tensor([0.2, 0.05], dtype=torch.half, device="cuda").view(torch.uint8)
+    pairs = torch.tensor([0.2, -1.5], dtype=torch.half, device="cuda").view(torch.uint8)
     blocks.copy_(pairs.repeat(64))
 
 
@@ -260,6 +261,46 @@ def check_step(report: Report, spec: DecodeSpec, weights: DecodeWeights, tensors
             report.check(f"{kind} repeats, context {context}", True, "6 runs, same bits")
 
 
+def check_sampling(report: Report, library: Library, vocab: int) -> None:
+    """Tokens and log-probabilities of the device against the plain twins, and the time for 64 rows."""
+    cases = [(0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.0, 50, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (0.7, 40, 0.8, 0.02)]
+    rows = len(cases)
+    torch.manual_seed(3)
+    logits = torch.randn(rows, vocab) * 3
+    temperature, top_k, top_p, min_p = (torch.tensor(x) for x in zip(*cases, strict=True))
+    keys = torch.randint(0, 1 << 32, (rows, 2))
+    want = reference.choose(logits, temperature, top_k, top_p, min_p, keys).tolist()
+    stream = torch.cuda.current_stream().cuda_stream
+    chooser = library.get(sampling.choose("choose", is_shaped=False))
+
+    def choose(some: Tensor, settings: list[Tensor], tokens: Tensor) -> None:
+        addresses = [t.data_ptr() for t in settings]
+        args = (some.data_ptr(), 0, 0, *addresses, tokens.data_ptr(), vocab)
+        chooser.launch((len(some), 1), args, torch.cuda.current_stream().cuda_stream, is_overlapped=False)
+
+    packed = [t.cuda() for t in sampling.pack_settings(temperature, top_k, top_p.double(), min_p, keys)]
+    on_device, tokens = logits.cuda(), torch.zeros(rows, dtype=torch.int32, device="cuda")
+    choose(on_device, packed, tokens)
+    got = tokens.tolist()
+    report.check("sampling, 5 settings", got == want, f"{got}")
+    own, ids = torch.zeros(rows, device="cuda"), torch.zeros(rows, 5, dtype=torch.int32, device="cuda")
+    tops = torch.zeros(rows, 5, device="cuda")
+    scorer = library.get(sampling.log_probabilities("log_probabilities"))
+    args = [t.data_ptr() for t in (on_device, tokens, own, ids, tops)]
+    scorer.launch((rows, 1), (*args, vocab, 5), stream, is_overlapped=False)
+    expected = reference.log_probabilities(logits, tokens.cpu().long(), 5)
+    gap = float((own.cpu() - expected[0]).abs().max())
+    same = ids.tolist() == expected[1].tolist()
+    report.check("log-probabilities", gap < 1e-4 and same, f"max gap {gap:.1e}, same ids {same}")
+    many, out = torch.randn(64, vocab, device="cuda"), torch.zeros(64, dtype=torch.int32, device="cuda")
+    for name, case in (("greedy", 0), ("noise", 1), ("top-k", 2), ("top-p", 3), ("all", 4)):
+        settings = [t[case : case + 1].repeat(64, *[1] * (t.dim() - 1)).contiguous() for t in packed]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            choose(many, settings, out)
+        report.note(f"choose, 64 rows, {name}", f"{time_graph(graph) * 1e3:.1f} us", "")
+
+
 def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: Library, rows: int,
             context: int, shares: bool) -> float:  # fmt: skip
     """Time a step, and (with `shares`) the step without each kernel."""
@@ -286,12 +327,14 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="parity,speed")
+    parser.add_argument("--only", default="sampling,parity,speed")
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--formats", default="fp16,int4")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--contexts", default="0,63,1000", help="lengths for parity")
     parser.add_argument("--peer", action="store_true", help="also time the torch.compile decode (minutes)")
     parser.add_argument("--shares", action="store_true", help="also time the step without each kernel")
+    parser.add_argument("--try", dest="try_others", action="store_true", help="time other launch shapes")
     parser.add_argument("--build-dir", type=Path, default=Path("build/ptx"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -304,14 +347,25 @@ def main() -> int:
     tensors = random_model(REFERENCE)
     only = options.only.split(",")
     rows = [int(r) for r in options.rows.split(",")]
+    if "sampling" in only:
+        check_sampling(report, library, REFERENCE.vocab)
     for kind in options.formats.split(","):
         spec = replace(REFERENCE, kv_format=kind)
         weights = DecodeWeights(spec, tensors)
         if "parity" in only:
-            check_step(report, spec, weights, tensors, library, [0, 63, 1000], max(rows))
+            check_step(report, spec, weights, tensors, library, [int(c) for c in options.contexts.split(",")], max(rows))
         if "speed" in only:
             for count in rows:
                 measure(report, spec, weights, library, count, options.context, options.shares)
+    if options.try_others:
+        for count in rows:
+            spec = replace(REFERENCE, kv_format=options.formats.split(",")[0])
+            weights = DecodeWeights(spec, tensors)
+            for name, instead in launches_to_try(spec, count).items():
+                runner = make_runner(spec, weights, count, options.context, library, instead=instead)
+                report.note(f"{count} rows, {name}", f"{time_graph(runner.capture()):.3f} ms", "")
+            runner = make_runner(spec, weights, count, options.context, library, is_overlapped=False)
+            report.note(f"{count} rows, kernels in turn", f"{time_graph(runner.capture()):.3f} ms", "")
     if options.peer:
         import peer_decode
 
