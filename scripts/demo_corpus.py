@@ -85,7 +85,9 @@ def fetch(tool: str, package: str, folder: Path) -> Path:
         subprocess.run(["apt-get", "download", "-qq", package], cwd=target, check=True)
         subprocess.run(["dpkg", "-x", next(target.glob("*.deb")).name, "."], cwd=target, check=True)
     elif tool == "npm":
-        subprocess.run(["npm", "pack", "--silent", package], cwd=target, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["npm", "pack", "--silent", package], cwd=target, check=True, stdout=subprocess.DEVNULL
+        )
         tarfile.open(next(target.glob("*.tgz"))).extractall(target, filter="data")
     else:
         raise ValueError(f"unknown tool {tool}")
@@ -113,7 +115,11 @@ def unwrap(text: str) -> list[str]:
 def is_prose(paragraph: str) -> bool:
     letters = sum(c.isalpha() or c == " " for c in paragraph)
     words = paragraph.split()
-    return len(paragraph) >= 60 and letters >= 0.88 * len(paragraph) and len(paragraph) < 9 * len(words)
+    return (
+        len(paragraph) >= 60
+        and letters >= 0.88 * len(paragraph)
+        and len(paragraph) < 9 * len(words)
+    )
 
 
 class Paragraphs(HTMLParser):
@@ -182,7 +188,9 @@ def speak(bubbles: list[str]) -> str:
             continue
         bubble = bubble[0].upper() + bubble[1:]
         if bubble[-1].isalnum():
-            asks = re.match(r"(what|how|why|who|where|when|do|does|did|are|is|can|would|will)\b", bubble, re.I)
+            asks = re.match(
+                r"(what|how|why|who|where|when|do|does|did|are|is|can|would|will)\b", bubble, re.I
+            )
             bubble += "?" if asks else "."
         out.append(bubble)
     return " ".join(out)
@@ -211,7 +219,16 @@ def read_chitchat(root: Path) -> Iterator[Work]:
 
 
 def read_chatterbot(root: Path) -> Iterator[Work]:
-    for topic in ("conversations", "emotion", "food", "greetings", "health", "humor", "literature", "science"):
+    for topic in (
+        "conversations",
+        "emotion",
+        "food",
+        "greetings",
+        "health",
+        "humor",
+        "literature",
+        "science",
+    ):
         text = (root / f"chatterbot_corpus/data/english/{topic}.yml").read_text()
         turns: list[str] = []
         for line in [*text.splitlines(), "- - end"]:
@@ -247,11 +264,15 @@ def read_austen(root: Path) -> Iterator[Work]:
     blob = path.read_bytes()
     while len(blob) > 8:
         kind, body = blob[4:5], blob[5:]
-        stream: Any = {b"2": bz2.BZ2Decompressor, b"Z": lzma.LZMADecompressor}.get(kind, zlib.decompressobj)()
+        stream: Any = {b"2": bz2.BZ2Decompressor, b"Z": lzma.LZMADecompressor}.get(
+            kind, zlib.decompressobj
+        )()
         data = stream.decompress(body if kind in b"2Z" else blob[4:])
         blob = stream.unused_data
         lines, at = [], 0
-        while (at := data.find(b"\x00\x04\x00\x09", at)) >= 0:  # CHARSXP, ASCII or UTF-8 flags before it
+        while (
+            at := data.find(b"\x00\x04\x00\x09", at)
+        ) >= 0:  # CHARSXP, ASCII or UTF-8 flags before it
             size = int.from_bytes(data[at + 4 : at + 8], "big")
             lines.append(data[at + 8 : at + 8 + size].decode("utf-8", "ignore"))
             at += 8 + size
@@ -283,11 +304,15 @@ def read_bible(root: Path) -> Iterator[Work]:
     sentences = re.split(r"(?<=[.?!]) (?=[A-Z])", tidy(text.replace("\n", " ")))
     for i in range(0, len(sentences), 400):
         part = sentences[i : i + 400]
-        yield Work(f"bbe-{i}", "\n\n".join(" ".join(part[j : j + 5]) for j in range(0, len(part), 5)))
+        yield Work(
+            f"bbe-{i}", "\n\n".join(" ".join(part[j : j + 5]) for j in range(0, len(part), 5))
+        )
 
 
 def read_moby(root: Path) -> Iterator[Work]:
-    chapters = sorted(root.glob("package/moby-dick/data/chapter_*.txt"), key=lambda p: int(p.stem[8:]))
+    chapters = sorted(
+        root.glob("package/moby-dick/data/chapter_*.txt"), key=lambda p: int(p.stem[8:])
+    )
     yield Work("Moby Dick", "\n\n".join("\n\n".join(unwrap(p.read_text())) for p in chapters))
 
 
@@ -376,7 +401,9 @@ def build(folder: Path, out: Path) -> dict[str, Any]:
             rows = tokenizer.encode_batch(texts[kind]) if texts[kind] else []
             ids = np.array([i for row in rows for i in row.ids], dtype=np.uint16)
             entry["held" if kind else "train"] = [meta[total], meta[total] + len(ids)]
-            entry["held_bytes" if kind else "train_bytes"] = sum(len(t.encode()) for t in texts[kind])
+            entry["held_bytes" if kind else "train_bytes"] = sum(
+                len(t.encode()) for t in texts[kind]
+            )
             meta[total] += len(ids)
             store.append(ids)
         meta["sources"].append(entry)
@@ -407,7 +434,12 @@ def compact_tokenizer(tokenizer: Tokenizer) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".demo/packages"), help="downloads and unpacked packages")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(".demo/packages"),
+        help="downloads and unpacked packages",
+    )
     parser.add_argument("--out", type=Path, default=Path(".demo/corpus.npz"))
     args = parser.parse_args()
     build(args.folder, args.out)

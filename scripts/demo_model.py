@@ -72,7 +72,9 @@ class Attend:
     the blocks before it.
     """
 
-    def __init__(self, heads: int, length: int, device: torch.device, shared: bool, flex: bool) -> None:
+    def __init__(
+        self, heads: int, length: int, device: torch.device, shared: bool, flex: bool
+    ) -> None:
         slopes = alibi_slopes(heads).to(device)
         num_keys = 2 * length if shared else length
 
@@ -108,7 +110,13 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def block(
-    x: Tensor, w: BlockWeights, heads: int, attend: Attend, dtype: torch.dtype, dropout: float, earlier: Earlier | None
+    x: Tensor,
+    w: BlockWeights,
+    heads: int,
+    attend: Attend,
+    dtype: torch.dtype,
+    dropout: float,
+    earlier: Earlier | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pre-norm block on an fp32 residual x (batch, length, d); products in `dtype`. Returns x, k, v."""
     batch, length, d = x.shape
@@ -126,7 +134,9 @@ def block(
     return x, k, v
 
 
-def token_losses(y: Tensor, embed: Tensor, proj: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def token_losses(
+    y: Tensor, embed: Tensor, proj: Tensor, targets: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy (tokens,) of normed states y (tokens, d), and the most likely token ids (tokens,)."""
     logits = F.linear(F.linear(y.to(dtype), proj.t().to(dtype)), embed.to(dtype)).float()
     return F.cross_entropy(logits, targets, reduction="none"), logits.detach().argmax(-1)
@@ -136,11 +146,18 @@ class LoopedModel(nn.Module):
     """Parameters under the artifact's tensor names (dots become a flat ParameterDict key with '/')."""
 
     def __init__(
-        self, config: dict[str, Any], *, compile_parts: bool = False, flex: bool = False, dtype: torch.dtype = torch.float32
+        self,
+        config: dict[str, Any],
+        *,
+        compile_parts: bool = False,
+        flex: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        torch._dynamo.config.recompile_limit = 32  # one graph per shape, gradient mode and attention
+        torch._dynamo.config.recompile_limit = (
+            32  # one graph per shape, gradient mode and attention
+        )
         arch, stages = config["arch"], config["stages"]
         d, ff, vocab, rank = arch["d_model"], arch["d_ff"], arch["vocab"], arch["embed_rank"]
         self.heads = arch["n_heads"]
@@ -154,11 +171,24 @@ class LoopedModel(nn.Module):
         for stage, count in stages.items():
             for i in range(count):
                 base = f"{stage}.{i}."
-                weights |= {f"{base}attn.{n}.weight": torch.randn(d, d) / math.sqrt(d) for n in "qkv"}
-                weights |= {f"{base}mlp.{n}.weight": torch.randn(ff, d) / math.sqrt(d) for n in ("gate", "up")}
-                weights |= {f"{base}attn.o.weight": torch.zeros(d, d), f"{base}mlp.down.weight": torch.zeros(d, ff)}
-                weights |= {f"{base}norm1.weight": torch.ones(d), f"{base}norm3.weight": torch.ones(d)}
-        self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(w) for name, w in weights.items()})
+                weights |= {
+                    f"{base}attn.{n}.weight": torch.randn(d, d) / math.sqrt(d) for n in "qkv"
+                }
+                weights |= {
+                    f"{base}mlp.{n}.weight": torch.randn(ff, d) / math.sqrt(d)
+                    for n in ("gate", "up")
+                }
+                weights |= {
+                    f"{base}attn.o.weight": torch.zeros(d, d),
+                    f"{base}mlp.down.weight": torch.zeros(d, ff),
+                }
+                weights |= {
+                    f"{base}norm1.weight": torch.ones(d),
+                    f"{base}norm3.weight": torch.ones(d),
+                }
+        self.weights = nn.ParameterDict(
+            {name.replace(".", "/"): nn.Parameter(w) for name, w in weights.items()}
+        )
         self.attends: dict[tuple[int, bool], Attend] = {}
         self.block = torch.compile(block, dynamic=False) if compile_parts else block
         self.losses = torch.compile(token_losses, dynamic=False) if compile_parts else token_losses
@@ -189,9 +219,21 @@ class LoopedModel(nn.Module):
         attend = self.attend(x.shape[1], earlier is not None)
         kept = []
         for i in range(self.config["stages"][stage]):
-            parts = ["norm1", "attn.q", "attn.k", "attn.v", "attn.o", "norm3", "mlp.gate", "mlp.up", "mlp.down"]
+            parts = [
+                "norm1",
+                "attn.q",
+                "attn.k",
+                "attn.v",
+                "attn.o",
+                "norm3",
+                "mlp.gate",
+                "mlp.up",
+                "mlp.down",
+            ]
             w = BlockWeights(*(self.get(f"{stage}.{i}.{part}.weight") for part in parts))
-            x, k, v = self.block(x, w, self.heads, attend, self.dtype, dropout, earlier[i] if earlier else None)
+            x, k, v = self.block(
+                x, w, self.heads, attend, self.dtype, dropout, earlier[i] if earlier else None
+            )
             kept.append(Earlier(k, v))
         return x, kept
 
@@ -212,7 +254,9 @@ class LoopedModel(nn.Module):
         e, _ = self.stage(self.embed(tokens), "prelude", dropout)
         s = torch.zeros_like(e) if initial is None else initial
         for _ in range(loops):
-            x = F.linear(torch.cat([s, e], -1).to(self.dtype), self.get("inject.weight").to(self.dtype)).float()
+            x = F.linear(
+                torch.cat([s, e], -1).to(self.dtype), self.get("inject.weight").to(self.dtype)
+            ).float()
             x, kept = self.stage(x, "core", dropout, earlier)
             s = rms(x, self.get("norm.weight"))
             yield s, kept
@@ -230,7 +274,13 @@ class LoopedModel(nn.Module):
 
     def loss(self, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Per-token cross-entropy and argmax for `readout`'s y, both (batch * length,)."""
-        return self.losses(y, self.get("embed.weight"), self.get("embed.proj.weight"), targets.flatten(), self.dtype)
+        return self.losses(
+            y,
+            self.get("embed.weight"),
+            self.get("embed.proj.weight"),
+            targets.flatten(),
+            self.dtype,
+        )
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, loops: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text that this project writes itself for the demo model: the follow-the-line task, small tales, small chats.
+"""Text that this project writes itself for the demo model: the pointing task, small tales, small chats.
 
 All of it is seeded: the same seed gives the same text. Used by demo_corpus.py, train_demo.py and eval_demo.py.
 """
@@ -6,34 +6,36 @@ All of it is seeded: the same seed gives the same text. Used by demo_corpus.py, 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-# ---------------------------------------------------------------- the task: follow a line of names
+# ---------------------------------------------------------------- the task: who is pointed at, again and again
 #
-#   The line. Kim follows Tom. Ann follows Kim. Tom follows Sam. ... 2 ahead of Kim: Sam. 1 ahead of Ann: Kim. ...
+#   Pointing. Kim points at Tom. Sam points at Sam. Tom points at Sam. ... From Kim: Sam. From Tom: Sam. ...
 #
-# The line is a ring told in shuffled order, so an answer `steps` ahead takes that many look-ups, one after another.
-# Training asks for one look-up per loop: after loop t the model should hold the name min(t, steps) ahead.
+# A row tells a few chains of names in shuffled order; the last of a chain points at itself. The answer is the end of the
+# chain, so it takes as many look-ups, one after another, as the name is steps away. Training asks after every loop: after
+# loop t the model should hold the name min(t, steps) steps on.
 
 NAMES = (
     "Tom Ann Kim Sam Bob Amy Ben Eve Dan Joe Max Ray Lee Roy Jim Pat Sue Ian Leo Mia Ali Ivy Ted Ron Tim Ken Meg Kate "
     "Jack Emma Mary John Paul Mark Luke Adam Noah Jane Anna Lucy Rose Ruth Dave Mike Nick Pete Alex Carl Eric Fred"
 ).split()
-MAX_NAMES = 16
 MAX_STEPS = 8
+CHAINS = (8, 5, 3)  # steps from the first name of each chain to its last: what evaluation asks
 
 
 @dataclass(frozen=True)
-class Lines:
+class Pointings:
     """A batch of the task.
 
     Attributes:
         tokens: (rows, length) ids; what follows the last question is full stops.
         asked_at: (questions,) position of each question's colon; the next token is the answer. Equal in all rows.
-        steps: (rows, questions) how far ahead is asked.
-        path: (rows, questions, MAX_STEPS) the names 1, 2, ... ahead.
+        steps: (rows, questions) how far the end of the chain is.
+        path: (rows, questions, MAX_STEPS) the names 1, 2, ... steps on; the end repeats.
         used: how many tokens of a row are text.
     """
 
@@ -45,19 +47,18 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class LineTask:
+class PointTask:
     """Token ids of the task's words; every name and word is one GPT-2 token (checked by `from_tokenizer`)."""
 
     names: np.ndarray
     head: tuple[int, ...]
-    follows: int
+    points_at: tuple[int, int]
     stop: int
-    numbers: np.ndarray
-    ahead_of: tuple[int, int]
+    from_: int
     colon: int
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: object) -> LineTask:
+    def from_tokenizer(cls, tokenizer: object) -> PointTask:
         def one(text: str) -> int:
             ids = tokenizer.encode(text).ids  # type: ignore[attr-defined]
             if len(ids) != 1:
@@ -65,40 +66,59 @@ class LineTask:
             return int(ids[0])
 
         names = np.array([one(f" {name}") for name in NAMES])
-        numbers = np.array([one(f" {i}") for i in range(MAX_STEPS + 1)])
-        head = tuple(tokenizer.encode("The line.").ids)  # type: ignore[attr-defined]
-        return cls(names, head, one(" follows"), one("."), numbers, (one(" ahead"), one(" of")), one(":"))
+        head = tuple(tokenizer.encode("Pointing.").ids)  # type: ignore[attr-defined]
+        return cls(names, head, (one(" points"), one(" at")), one("."), one(" From"), one(":"))
 
-    def batch(self, rng: np.random.Generator, rows: int, length: int, num_names: int, max_questions: int) -> Lines:
-        """Rows of one line each and as many questions as fit, no two alike in a row (so none can be copied)."""
-        take = np.take_along_axis
-        ring = np.argsort(rng.random((rows, len(self.names))), axis=1)[:, :num_names]
-        shuffled = np.argsort(rng.random((rows, num_names)), axis=1)
-        facts = np.empty((rows, num_names, 4), np.int64)
-        facts[:, :, 0] = self.names[take(ring, shuffled, 1)]
-        facts[:, :, 1] = self.follows
-        facts[:, :, 2] = self.names[take(ring, (shuffled + 1) % num_names, 1)]
-        facts[:, :, 3] = self.stop
+    def batch(
+        self,
+        rng: np.random.Generator,
+        rows: int,
+        length: int,
+        chains: Sequence[int] = CHAINS,
+        most: int = 64,
+    ) -> Pointings:
+        """Rows of `chains` (steps of each) and a question for every name that is not an end, in random order, `most` at most."""
+        to, far = [], []  # per name: the index of the next one, the steps to the end
+        for steps in chains:
+            first = len(to)
+            to += [first + min(i + 1, steps) for i in range(steps + 1)]
+            far += [steps - i for i in range(steps + 1)]
+        next_, steps_left = np.array(to), np.array(far)
+        num_names = len(to)
+        names = self.names[np.argsort(rng.random((rows, len(self.names))), axis=1)[:, :num_names]]
+        row = np.arange(rows)[:, None]
+        told = np.argsort(rng.random((rows, num_names)), axis=1)
+        facts = np.empty((rows, num_names, 5), np.int64)
+        facts[:, :, 0] = names[row, told]
+        facts[:, :, 1], facts[:, :, 2] = self.points_at
+        facts[:, :, 3] = names[row, next_[told]]
+        facts[:, :, 4] = self.stop
         head = np.tile(np.array(self.head), (rows, 1))
-        before = head.shape[1] + 4 * num_names
-        num_questions = min((length - before) // 7, max_questions)
+        before = head.shape[1] + 5 * num_names
+        starts = np.flatnonzero(steps_left > 0)
+        num_questions = min((length - before) // 5, len(starts), most)
         if num_questions < 1:
             raise ValueError(f"{length} tokens have no room for {num_names} names and a question")
-        pairs = np.argsort(rng.random((rows, num_names * MAX_STEPS)), axis=1)[:, :num_questions]
-        start, steps = pairs // MAX_STEPS, pairs % MAX_STEPS + 1
-        ahead = (start[:, :, None] + np.arange(1, MAX_STEPS + 1)) % num_names
-        path = self.names[take(ring, ahead.reshape(rows, -1), 1)].reshape(ahead.shape)
-        questions = np.empty((rows, num_questions, 7), np.int64)
-        questions[:, :, 0] = self.numbers[steps]
-        questions[:, :, 1], questions[:, :, 2] = self.ahead_of
-        questions[:, :, 3] = self.names[take(ring, start, 1)]
-        questions[:, :, 4] = self.colon
-        questions[:, :, 5] = take(path, steps[:, :, None] - 1, 2)[:, :, 0]
-        questions[:, :, 6] = self.stop
-        tokens = np.concatenate([head, facts.reshape(rows, -1), questions.reshape(rows, -1)], axis=1)
+        start = starts[np.argsort(rng.random((rows, len(starts))), axis=1)[:, :num_questions]]
+        path = np.empty((rows, num_questions, MAX_STEPS), np.int64)
+        at = start
+        for i in range(MAX_STEPS):
+            at = next_[at]
+            path[:, :, i] = names[row, at]
+        questions = np.empty((rows, num_questions, 5), np.int64)
+        questions[:, :, 0] = self.from_
+        questions[:, :, 1] = names[row, start]
+        questions[:, :, 2] = self.colon
+        questions[:, :, 3] = path[:, :, -1]
+        questions[:, :, 4] = self.stop
+        tokens = np.concatenate(
+            [head, facts.reshape(rows, -1), questions.reshape(rows, -1)], axis=1
+        )
         used = tokens.shape[1]
         tokens = np.pad(tokens, ((0, 0), (0, length - used)), constant_values=self.stop)
-        return Lines(tokens, before + 4 + 7 * np.arange(num_questions), steps, path, used)
+        return Pointings(
+            tokens, before + 2 + 5 * np.arange(num_questions), steps_left[start], path, used
+        )
 
 
 # ---------------------------------------------------------------- small tales
@@ -127,7 +147,12 @@ WANTS = ["Every night {short} dreamed of {wish}.", "{Short} had almost everythin
          "One morning {short} woke up and thought of nothing but {wish}.", "All that {short} ever asked for was {wish}."]  # fmt: skip
 SETTINGS_OUT = ["So one day {short} shut the door and went out to look for it.", "\"I will go and find it,\" said {short}, and set out at once.",
                 "\"It will not come to me if I sit here,\" said {short}, and began to walk.", "So {short} took some bread and a stick and left before the sun was up."]  # fmt: skip
-BLOCKS = ["But on the third day {trouble}.", "But before long {trouble}.", "The way was long, and then {trouble}.", "It went well at first. Then {trouble}."]
+BLOCKS = [
+    "But on the third day {trouble}.",
+    "But before long {trouble}.",
+    "The way was long, and then {trouble}.",
+    "It went well at first. Then {trouble}.",
+]
 MEETINGS = ["Then {helper} came by and asked, \"Why are you so sad?\"", "Just then {helper} stopped and said, \"You look as if you need help.\"",
             "\"Where are you going?\" asked {helper}.", "{Short} sat down and cried, until {helper} came and listened."]  # fmt: skip
 ANSWERS = ["\"I am looking for {wish},\" said {short}, \"and I cannot go on.\"", "{Short} told the whole story, from the first day to the last.",
@@ -183,7 +208,13 @@ SUBJECTS = [
      ["I have read Jane Austen, Shakespeare, old speeches, some manuals, and many small chats.",
       "Free English text: novels, plays, speeches, manuals and chats. It was not very much."]),
 ]  # fmt: skip
-STORY_REQUESTS = ["Tell me a story.", "Can you tell me a story?", "Tell me a tale.", "Please tell me a short story.", "Do you know a story?"]
+STORY_REQUESTS = [
+    "Tell me a story.",
+    "Can you tell me a story?",
+    "Tell me a tale.",
+    "Please tell me a short story.",
+    "Do you know a story?",
+]
 GOODBYES = [
     (["Thank you.", "Thanks!", "Thanks a lot, that helps.", "Thank you very much."],
      ["You are welcome!", "You are very welcome. Have a nice day!", "My pleasure."]),
@@ -194,7 +225,11 @@ GOODBYES = [
 
 def own_chat(rng: random.Random) -> list[str]:
     """Turns of one small chat; user first, then alternating."""
-    groups = [rng.choice([GREETINGS, GREETINGS, None]), *rng.sample(SUBJECTS, rng.randint(1, 3)), rng.choice([*GOODBYES, None])]
+    groups = [
+        rng.choice([GREETINGS, GREETINGS, None]),
+        *rng.sample(SUBJECTS, rng.randint(1, 3)),
+        rng.choice([*GOODBYES, None]),
+    ]
     turns = [rng.choice(side) for group in groups if group for side in group]
     if rng.random() < 0.4:
         at = 2 * rng.randint(0, len(turns) // 2)
@@ -203,6 +238,12 @@ def own_chat(rng: random.Random) -> list[str]:
 
 
 def capital_chat(rng: random.Random, state: str, capital: str) -> list[str]:
-    question = rng.choice(["What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}."])
+    question = rng.choice(
+        [
+            "What is the capital of {}?",
+            "Which city is the capital of {}?",
+            "Tell me the capital of {}.",
+        ]
+    )
     answer = rng.choice(["The capital of {} is {}.", "It is {1}.", "{1} is the capital of {0}."])
     return [question.format(state), answer.format(state, capital)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains the embedded demo model on the text of demo_corpus.py and the line task of demo_texts.py.
+"""Trains the embedded demo model on the text of demo_corpus.py and the pointing task of demo_texts.py.
 
   python scripts/demo_corpus.py                                  # text -> .demo/corpus.npz
   python scripts/train_demo.py --minutes 8 --out .demo/run       # on one GPU; resumes from .demo/run/checkpoint.pt
@@ -7,7 +7,7 @@
 
 Each step's text takes its own number of loops (1..8, often 8), some steps start tokens from carried-over states (warm
 start), some read the last loop's K/V of earlier 64-blocks (last-loop sharing), and the last part trains on int8-rounded
-weights. The line task is asked after every loop: loop t must hold the name t steps ahead, or the answer once reached.
+weights. The pointing task is asked after every loop: loop t must hold the name t steps on, or the end once reached.
 The schedule follows the clock: the run ends, evaluates and saves itself when its minutes are over.
 """
 
@@ -25,14 +25,32 @@ from typing import Any
 import numpy as np
 import torch
 from demo_model import CONFIG, LoopedModel, fake_quantise, quantise, shift_states
-from demo_texts import MAX_NAMES, MAX_STEPS, LineTask
+from demo_texts import CHAINS, MAX_STEPS, PointTask
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 LOOPS = [1, 2, 3, 4, 5, 6, 7, 8]
-LOOP_ODDS = [0.07, 0.08, 0.06, 0.09, 0.06, 0.10, 0.06, 0.48]  # of the text; the line task takes all eight
+LOOP_ODDS = [
+    0.07,
+    0.08,
+    0.06,
+    0.09,
+    0.06,
+    0.10,
+    0.06,
+    0.48,
+]  # of the text; the pointing task takes all eight
 EVAL_LOOPS = [1, 2, 4, 6, 8]
+TASK_CHAINS = [
+    CHAINS,
+    (8, 6, 2),
+    (7, 6, 3),
+    (6, 6, 4),
+    (8, 4, 4),
+    (5, 5, 6),
+    (8, 7, 1),
+]  # as many names in each
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,6 @@ class Recipe:
     text_length: int = 512
     task_rows: int = 40
     task_length: int = 256
-    task_questions: int = 24
     matrix_lr: float = 2.0e-3
     other_lr: float = 1.5e-3
     weight_decay: float = 0.1
@@ -69,43 +86,62 @@ class Text:
             self.held = torch.from_numpy(z["held_out"].astype(np.int32)).to(device)
             self.meta = json.loads(bytes(z["meta"]))
         spans = np.array([source["train"] for source in self.meta["sources"]])
-        mass = (spans[:, 1] - spans[:, 0]) * np.array([source["weight"] for source in self.meta["sources"]])
+        mass = (spans[:, 1] - spans[:, 0]) * np.array(
+            [source["weight"] for source in self.meta["sources"]]
+        )
         self.spans, self.odds = spans, mass / mass.sum()
         self.rng = np.random.default_rng(seed)
 
     def batch(self, rows: int, length: int) -> Tensor:
         """(rows, length + 1) token ids."""
         source = self.rng.choice(len(self.odds), size=rows, p=self.odds)
-        low, high = self.spans[source, 0], np.maximum(self.spans[source, 1] - length - 1, self.spans[source, 0] + 1)
-        start = torch.from_numpy(self.rng.integers(low, high)).to(self.tokens.device, non_blocking=True)
-        at = (start[:, None] + torch.arange(length + 1, device=start.device)).clamp_max(len(self.tokens) - 1)
+        low, high = (
+            self.spans[source, 0],
+            np.maximum(self.spans[source, 1] - length - 1, self.spans[source, 0] + 1),
+        )
+        start = torch.from_numpy(self.rng.integers(low, high)).to(
+            self.tokens.device, non_blocking=True
+        )
+        at = (start[:, None] + torch.arange(length + 1, device=start.device)).clamp_max(
+            len(self.tokens) - 1
+        )
         return self.tokens[at].long()
 
     def held_rows(self, source: dict[str, Any], length: int, at_most: int) -> Tensor:
         low, high = source["held"]
         count = min((high - low - 1) // length, at_most)
-        return torch.stack([self.held[low + i * length : low + (i + 1) * length + 1] for i in range(count)]).long()
+        return torch.stack(
+            [self.held[low + i * length : low + (i + 1) * length + 1] for i in range(count)]
+        ).long()
 
 
 class Trainer:
     """Owns model, optimisers and the clock of one run."""
 
-    def __init__(self, recipe: Recipe, folder: Path, corpus: Path, device: torch.device, started: float) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: Path, corpus: Path, device: torch.device, started: float
+    ) -> None:
         self.recipe, self.folder, self.device = recipe, folder, device
         torch.manual_seed(recipe.seed)
         torch.set_float32_matmul_precision("high")
         cuda = device.type == "cuda"
         dtype = torch.bfloat16 if cuda else torch.float32
-        self.model = LoopedModel(CONFIG, compile_parts=cuda, flex=cuda and recipe.flex, dtype=dtype).to(device)
+        self.model = LoopedModel(
+            CONFIG, compile_parts=cuda, flex=cuda and recipe.flex, dtype=dtype
+        ).to(device)
         self.text = Text(corpus, device, recipe.seed)
-        self.task = LineTask.from_tokenizer(Tokenizer.from_file(str(corpus.parent / "tokenizer.json")))
+        self.task = PointTask.from_tokenizer(
+            Tokenizer.from_file(str(corpus.parent / "tokenizer.json"))
+        )
         self.rng = np.random.default_rng(recipe.seed + 1)
         named = self.model.tensors()
         matrices = [p for n, p in named.items() if p.ndim == 2 and not n.startswith("embed")]
         others = [p for n, p in named.items() if p.ndim == 1 or n.startswith("embed")]
         muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, momentum=0.95,
                                 nesterov=True, adjust_lr_fn="match_rms_adamw")  # fmt: skip
-        adam = torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=cuda)
+        adam = torch.optim.AdamW(
+            others, lr=recipe.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=cuda
+        )
         self.optimisers = [(muon, recipe.matrix_lr), (adam, recipe.other_lr)]
         self.matrices = [p for p in named.values() if p.ndim == 2]
         self.started, self.step, self.tokens_seen, self.before_s = started, 0, 0, 0.0
@@ -160,7 +196,11 @@ class Trainer:
         report = self.step % 20 == 0 or self.step <= 3
         if self.step % 100 == 0:
             self.keep_or_go_back(math.isfinite(norm.item()))
-        values = {"text": text_loss.item(), "task": task_loss.item(), "norm": norm.item()} if report else {}
+        values = (
+            {"text": text_loss.item(), "task": task_loss.item(), "norm": norm.item()}
+            if report
+            else {}
+        )
         return {"step": self.step, "loops": text_loops, "kind": kind, **values}  # type: ignore[dict-item]
 
     def keep_or_go_back(self, finite: bool) -> None:
@@ -183,21 +223,26 @@ class Trainer:
             with torch.no_grad():
                 final, last = model.states(tokens, loops)
             if kind == "warm":  # the prompt part of each row stays cold
-                start = torch.randint(0, recipe.text_length // 2, (len(tokens), 1), device=tokens.device)
+                start = torch.randint(
+                    0, recipe.text_length // 2, (len(tokens), 1), device=tokens.device
+                )
                 initial = shift_states(final, start)
             else:
                 earlier = last
-        state, _ = model.states(tokens, loops, initial=initial, earlier=earlier, dropout=recipe.dropout)
+        state, _ = model.states(
+            tokens, loops, initial=initial, earlier=earlier, dropout=recipe.dropout
+        )
         losses, _ = model.loss(model.readout(state, recipe.dropout), targets.contiguous())
         return losses.mean()
 
     def task_loss(self) -> Tensor:
-        """The line task, asked after every loop; a few rows also learn the wording of the questions."""
+        """The pointing task, asked after every loop; a few rows also learn the wording of the questions."""
         recipe, model = self.recipe, self.model
-        num_names = int(self.rng.integers(MAX_NAMES // 2, MAX_NAMES + 1))
-        lines = self.task.batch(self.rng, recipe.task_rows, recipe.task_length, num_names, recipe.task_questions)
+        chains = TASK_CHAINS[int(self.rng.integers(len(TASK_CHAINS)))]
+        lines = self.task.batch(self.rng, recipe.task_rows, recipe.task_length, chains)
         tokens, steps, path, at = (
-            torch.from_numpy(a).to(self.device) for a in (lines.tokens, lines.steps, lines.path, lines.asked_at)
+            torch.from_numpy(a).to(self.device)
+            for a in (lines.tokens, lines.steps, lines.path, lines.asked_at)
         )
         total = torch.zeros((), device=self.device)
         for loop, (state, _) in enumerate(model.unroll(tokens, max(LOOPS)), start=1):
@@ -212,7 +257,9 @@ class Trainer:
     # -- held-out figures
 
     @torch.no_grad()
-    def evaluate(self, loops_list: list[int], rows_per_source: int, task_batches: int) -> dict[str, Any]:
+    def evaluate(
+        self, loops_list: list[int], rows_per_source: int, task_batches: int
+    ) -> dict[str, Any]:
         """Held-out nats per token (by source and over all) and task accuracy (by hops and over all) for each depth."""
         out: dict[str, Any] = {}
         recipe = self.recipe
@@ -231,8 +278,10 @@ class Trainer:
             right, asked = np.zeros(MAX_STEPS + 1), np.zeros(MAX_STEPS + 1)
             rng = np.random.default_rng(10_000)
             for _ in range(task_batches):
-                lines = self.task.batch(rng, recipe.task_rows, recipe.task_length, MAX_NAMES, recipe.task_questions)
-                at, tokens = (torch.from_numpy(a).to(self.device) for a in (lines.asked_at, lines.tokens))
+                lines = self.task.batch(rng, recipe.task_rows, recipe.task_length)
+                at, tokens = (
+                    torch.from_numpy(a).to(self.device) for a in (lines.asked_at, lines.tokens)
+                )
                 state, _ = self.model.states(tokens, loops)
                 answers = tokens[:, at + 1]
                 _, best = self.model.loss(self.model.readout(state, at=at), answers)
@@ -267,7 +316,11 @@ class Trainer:
         self.model.load(state["weights"])
         for (optimiser, _), saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
-        self.step, self.tokens_seen, self.before_s = state["step"], state["tokens_seen"], state["elapsed_s"]
+        self.step, self.tokens_seen, self.before_s = (
+            state["step"],
+            state["tokens_seen"],
+            state["elapsed_s"],
+        )
         self.rng.bit_generator.state, self.text.rng.bit_generator.state = state["rng"]
         return True
 
@@ -299,7 +352,9 @@ def show_bar(trainer: Trainer, losses: dict[str, float], speed: float) -> None:
           end="\n" if not sys.stdout.isatty() else "", flush=True)  # fmt: skip
 
 
-def train(recipe: Recipe, folder: Path, corpus: Path, device: torch.device, start_from: Path | None) -> None:
+def train(
+    recipe: Recipe, folder: Path, corpus: Path, device: torch.device, start_from: Path | None
+) -> None:
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, folder, corpus, device, started)
@@ -349,9 +404,12 @@ def export(folder: Path, corpus: Path, artifact: Path) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from demo_corpus import CHAT_TEMPLATE
 
+    from gpu_worker import selfcheck
     from gpu_worker.artifact import ModelConfig, write
 
-    tensors = load_file(folder / "weights-0.safetensors") | load_file(folder / "weights-1.safetensors")
+    tensors = load_file(folder / "weights-0.safetensors") | load_file(
+        folder / "weights-1.safetensors"
+    )
     with np.load(corpus) as z:
         meta = json.loads(bytes(z["meta"]))
     blobs = {
@@ -365,22 +423,42 @@ def export(folder: Path, corpus: Path, artifact: Path) -> None:
     }
     artifact.parent.mkdir(parents=True, exist_ok=True)
     write(artifact, ModelConfig.from_json(json.dumps(CONFIG)), tensors, blobs, source)
+    selfcheck.add(artifact)
     print(f"{artifact}: {artifact.stat().st_size / 2**20:.2f} MiB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=Recipe.minutes, help="wall clock of the whole run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=Recipe.minutes, help="wall clock of the whole run"
+    )
     parser.add_argument("--corpus", type=Path, default=Path(".demo/corpus.npz"))
-    parser.add_argument("--out", type=Path, default=Path(".demo/run"), help="checkpoint, log, weights")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".demo/run"), help="checkpoint, log, weights"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--text-rows", type=int, default=Recipe.text_rows)
     parser.add_argument("--task-rows", type=int, default=Recipe.task_rows)
-    parser.add_argument("--reserve", type=float, default=Recipe.reserve_s, help="seconds kept for the last evaluation")
+    parser.add_argument(
+        "--reserve",
+        type=float,
+        default=Recipe.reserve_s,
+        help="seconds kept for the last evaluation",
+    )
     parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates")
-    parser.add_argument("--start-from", type=Path, help="an earlier artifact whose weights to go on from")
-    parser.add_argument("--plain-attention", action="store_true", help="no flex attention: slower, compiles anywhere")
-    parser.add_argument("--export", type=Path, help="folder of a finished run: write --artifact and stop")
+    parser.add_argument(
+        "--start-from", type=Path, help="an earlier artifact whose weights to go on from"
+    )
+    parser.add_argument(
+        "--plain-attention",
+        action="store_true",
+        help="no flex attention: slower, compiles anywhere",
+    )
+    parser.add_argument(
+        "--export", type=Path, help="folder of a finished run: write --artifact and stop"
+    )
     parser.add_argument("--artifact", type=Path, default=Path("gpu_worker/data/demo.tinyloop"))
     args = parser.parse_args()
     if args.export:
