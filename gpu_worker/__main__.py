@@ -49,6 +49,7 @@ def load(settings: Settings) -> Loaded:
     if settings.fault:
         return _load_fault(settings, artifact, max_seq_len)
 
+    from gpu_worker import load_check
     from gpu_worker.engine import Engine, EngineOptions
 
     device = _device(settings)
@@ -67,6 +68,7 @@ def load(settings: Settings) -> Loaded:
         hf_home=settings.hf_home or "",
     )
     engine = Engine(artifact, options)
+    load_check.check(engine)
     warm_up(engine)
     return Loaded(engine, device)
 
@@ -85,7 +87,7 @@ def warm_up(engine: EngineFace) -> None:
     """Run a greedy and a sampled sequence: what compiles or allocates at first use does so while the worker is loading."""
     for sequence_id, temperature in enumerate((0.0, 1.0)):
         params = Params(
-            engine.limits.loops_default, max_tokens=2, temperature=temperature, top_p=0.9
+            engine.limits.loops_default, 2, temperature=temperature, top_p=0.9, logprobs=1
         )
         engine.add(Run(0, sequence_id, 0, Tokens((0, 0, 0)), Tokens(), 0, params))
     while engine.has_work():
