@@ -258,9 +258,8 @@ class Engine:
             if sequence.is_prefilling:
                 budget -= end - sequence.num_computed
             if end > sequence.num_computed:
-                guess = speculative.guess(sequence, self.cache, self.model, len(self._running))
-                works.append(guess or Work(sequence, sequence.num_computed, end))
-        return works
+                works.append(Work(sequence, sequence.num_computed, end))
+        return speculative.with_guesses(works, self.model, self.cache, len(self._running))
 
     def _find_blocks(self, works: list[Work]) -> list[Work]:
         """Extends the tables of the planned sequences, oldest first; who finds no room makes the youngest leave."""

@@ -15,7 +15,7 @@ import numba
 import torch
 
 from gpu_worker.artifact_errors import ArtifactError
-from gpu_worker.exits import is_sequential
+from gpu_worker.exits import has_exit, is_sequential
 from gpu_worker.kv_cache import extra_tables
 from gpu_worker.kv_sizes import is_absorbed, mode_name, unusable_reason
 from gpu_worker.kv_store import form_of
@@ -215,6 +215,6 @@ def speculation_refusal(params: Params) -> str:
         return f"draft_ahead {params.draft_ahead}, allowed: 1 to {MAX_AHEAD}, or 0 to adapt"
     if params.speculation == "tree" and not 1 <= params.branches <= MAX_BRANCHES:
         return f"K_branches {params.branches}, allowed: 1 to {MAX_BRANCHES}"
-    if params.speculation == "pipelined":
-        return "pipelined speculation is not available"
+    if params.speculation == "pipelined" and has_exit(params):
+        return "pipelined speculation reads tokens at fixed loops: not with an adaptive exit"
     return ""

@@ -39,8 +39,8 @@ class Sequence:
         self.cached_tokens = 0  # of the prompt, from a prefix entry; reported once
         # since the last report: loops run for generated tokens and guesses, and the books of speculation
         self.core_loops = self.drafted_tokens = self.accepted_tokens = self.rounds = 0
-        is_adaptive = run.params.speculation in ("chain", "tree") and not run.params.draft_ahead
-        self.pace = Pace(run.params.draft_loops, run.params.loops) if is_adaptive else None
+        is_paced = run.params.speculation == "pipelined" or not run.params.draft_ahead
+        self.pace = Pace(run.params.draft_loops, run.params.loops) if is_paced else None
         self.flight: list[Node] = []  # rows under way between steps, in pipelined speculation
         self.sampling = Sampling(run.params, run.seed, run.prompt)
         for token in run.emitted:

@@ -61,7 +61,7 @@ class Guess(Work, ABC):
         return [i for i, node in enumerate(self.nodes) if not node.ends]
 
     def rows(self) -> Rows:
-        return self._rows_of(self.running, self.sequence.params.loops)
+        return self._rows_of(self.running, [self.sequence.params.loops] * len(self.running))
 
     def draws(self) -> list[Draw]:
         """The draw after each running node."""
@@ -94,12 +94,12 @@ class Guess(Work, ABC):
         is_stop = num_generated > params.min_tokens and token in self.sequence.stop_ids
         return is_stop or num_generated >= params.max_tokens
 
-    def _rows_of(self, indices: list[int], last_loop: int) -> Rows:
+    def _rows_of(self, indices: list[int], last_loops: list[int]) -> Rows:
         nodes = [self.nodes[i] for i in indices]
         rows = self.rows_at([n.token for n in nodes], [n.position for n in nodes])
         rows.places[:] = [n.place for n in nodes]
         rows.first_loop[:] = [n.loop + 1 for n in nodes]
-        rows.last_loop[:] = last_loop
+        rows.last_loop[:] = last_loops
         brought = next((n for n in nodes if n.loop), None)
         if brought is not None:
             assert brought.state is not None and brought.embedded is not None
@@ -141,7 +141,8 @@ class Round(Guess):
 
     def frontier_rows(self) -> Rows:
         """The rows that draft, from loop 1 to `draft_loops`."""
-        rows = self._rows_of(self.frontier, self.sequence.params.draft_loops)
+        lasts = [self.sequence.params.draft_loops] * len(self.frontier)
+        rows = self._rows_of(self.frontier, lasts)
         return self._with_maps(rows, self.frontier)
 
     def frontier_draws(self) -> list[Draw]:
@@ -232,6 +233,80 @@ class Round(Guess):
         return rows
 
 
+class Wave(Guess):
+    """Pipelined: one segment of `draft_loops` for all rows in flight; the sequence keeps them from step to step.
+
+    Node i + 1 guesses what follows node i. After a segment every row is read out: the first one that no longer agrees with its
+    successor drops all that came after it, and its word is the next node. At the last loop the root's word is the token. A round
+    is a wave that no token of full depth has broken.
+    """
+
+    def __init__(self, sequence: Sequence, stays_in_block: bool) -> None:
+        super().__init__(sequence)
+        self._stays_in_block = stays_in_block
+        if sequence.flight:
+            self.nodes = sequence.flight
+        else:
+            sequence.rounds += 1
+        sequence.flight = self.nodes
+
+    @property
+    def reach(self) -> int:
+        return max(node.place for node in self.nodes) + 1
+
+    def shrink(self) -> None:
+        del self.nodes[1:]
+
+    def rows(self) -> Rows:
+        params, running = self.sequence.params, self.running
+        lasts = [min(self.nodes[i].loop + params.draft_loops, params.loops) for i in running]
+        return self._rows_of(running, lasts)
+
+    def take(self, batch: Batch, part: slice) -> None:
+        super().take(batch, part)
+        states, embedded = batch.states[part].clone(), batch.embedded[part].clone()
+        for row, i in enumerate(self.running):
+            node = self.nodes[i]
+            node.loop = int(batch.computed_loops[part.start + row])
+            node.state, node.embedded = states[row], embedded[row]
+
+    def follow(self, tokens: Ordered[int]) -> list[int]:
+        nodes, sequence = self.nodes, self.sequence
+        is_final = nodes[0].loop == sequence.params.loops
+        is_held = True  # the root's word is what was guessed
+        for i, token in enumerate(tokens):
+            if i + 1 < len(nodes) and nodes[i + 1].token == token:
+                continue
+            del nodes[i + 1 :]
+            is_held = i > 0
+            if (is_final and i == 0) or self._has_room(i, is_final):
+                self._add(token)
+                sequence.drafted_tokens += not (is_final and i == 0)
+            break
+        if not is_final:
+            return []
+        nodes.pop(0)
+        for node in nodes:
+            node.path = node.path[1:]
+        sequence.accepted_tokens += is_held
+        sequence.rounds += not is_held
+        return [0]
+
+    def _has_room(self, i: int, is_final: bool) -> bool:
+        """Whether a guess may follow node i."""
+        if i >= (self.sequence.params.draft_ahead or MAX_NODES):
+            return False
+        root = self.nodes[0].position + is_final
+        is_same_block = (self.nodes[i].position + 1) // BLOCK_SIZE == root // BLOCK_SIZE
+        return is_same_block or not self._stays_in_block
+
+    def _add(self, token: int) -> None:
+        last = self.nodes[-1]
+        path = (*last.path, token)
+        at = last.position + 1
+        self.nodes.append(Node(token, at, at, path, ends=self._is_last(token, len(path))))
+
+
 def draft(works: Iterable[Work], model: Model, cache: KVCache) -> int:
     """Lets the rounds among the works guess their tokens, level by level and all together; returns the core passes that it took."""
     rounds = [work for work in works if isinstance(work, Round)]
@@ -264,27 +339,41 @@ def _best(ops: Any, logits: Tensor, draws: list[Draw], counts: list[int]) -> lis
     return chosen
 
 
-def guess(sequence: Sequence, cache: KVCache, model: Model, occupancy: int) -> Guess | None:
-    """This step's guessing work for a sequence that asked for it; None where it has to run plainly.
+def with_guesses(works: list[Work], model: Model, cache: KVCache, num_sequences: int) -> list[Work]:
+    """The plan of a step with guesses in place of the plain works of sequences that asked for them and are ready.
 
-    A sequence guesses from its second generated token on: the prompt's last row runs as part of the prompt.
+    A sequence guesses from its second generated token on: the prompt's last row runs as part of the prompt. Waves need company that
+    pauses with them after every segment, which plain rows do not: beside others, a pipelined sequence guesses in chains.
     """
+    is_paying = num_sequences <= MAX_OCCUPANCY
+    ready = [is_paying and _is_ready(work) for work in works]
+    if all(ready) and all(w.sequence.params.speculation == "pipelined" for w in works):
+        return [Wave(work.sequence, cache.is_folding) for work in works]
+    for work in works:
+        work.sequence.flight = []
+    return [
+        _round(work.sequence, model, cache) if is_ready else work
+        for work, is_ready in zip(works, ready, strict=True)
+    ]
+
+
+def _is_ready(work: Work) -> bool:
+    sequence = work.sequence
+    is_next = sequence.num_prompt <= work.start == len(sequence.tokens) - 1
+    return sequence.params.speculation != "none" and is_next and not sequence.finish_reason()
+
+
+def _round(sequence: Sequence, model: Model, cache: KVCache) -> Round:
     params = sequence.params
-    is_ready = sequence.num_prompt <= sequence.num_computed == len(sequence.tokens) - 1
-    if params.speculation == "none" or not is_ready or sequence.finish_reason():
-        return None
-    if occupancy > MAX_OCCUPANCY:
-        return None
-    left = params.max_tokens - sequence.num_generated
-    has_own_places = params.speculation == "tree" and params.branches > 1 and _can_map(model, cache)
+    is_tree = params.speculation == "tree" and params.branches > 1 and _can_map(model, cache)
     room = BLOCK_SIZE - 1 - sequence.num_computed % BLOCK_SIZE  # to the end of the root's block
-    levels = params.draft_ahead or (sequence.pace.ahead() if sequence.pace else 0)
-    levels = min(levels, left - 1)
-    if has_own_places or cache.is_folding:
+    levels = sequence.pace.ahead() if sequence.pace else params.draft_ahead
+    levels = min(levels, params.max_tokens - sequence.num_generated - 1)
+    if is_tree or cache.is_folding:
         levels = min(levels, room)
-    if has_own_places and sequence.num_computed < NUM_SINKS:
+    if is_tree and sequence.num_computed < NUM_SINKS:
         levels = 0  # the first keys of a sequence have copies of their own, which places are not moved to
-    return Round(sequence, levels, params.branches if has_own_places else 1)
+    return Round(sequence, levels, params.branches if is_tree else 1)
 
 
 def _can_map(model: Model, cache: KVCache) -> bool:

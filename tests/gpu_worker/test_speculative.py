@@ -25,6 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chain": {"speculation": "chain", "draft_loops": 1, "draft_ahead": 3},
     "adaptive": {"speculation": "chain", "draft_loops": 2, "draft_ahead": 0},
     "tree": {"speculation": "tree", "draft_loops": 2, "draft_ahead": 3, "branches": 3},
+    "pipelined": {"speculation": "pipelined", "draft_loops": 1},
 }  # fmt: skip
 ASKS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -127,6 +128,76 @@ def test_every_architecture_gives_the_tokens_of_plain_decoding(
     ]
     got = check(lambda: toys.engine(variant), runs, late)
     assert sum(one.drafted_tokens for one in got.values()) > 0
+
+
+@pytest.mark.parametrize("variant", LOOPED)
+def test_waves_of_every_architecture_give_the_tokens_of_plain_decoding(
+    toys: Toys, variant: str
+) -> None:
+    """Segments that divide the loops and such that do not; rejected at every depth, in a calm and in a lively model."""
+    rng = random.Random(variant)
+    runs = [
+        make_run(i, random_prompt(rng, 512, 55), seed=i, loops=LOOPS, max_tokens=24, speculation="pipelined", draft_loops=1 + i,
+                 draft_ahead=i, logprobs=1, **ASKS[ask])
+        for i, ask in enumerate(["sampled", "greedy", "penalties"])
+    ]  # fmt: skip
+    for calm in (0.3, 1.0):
+        got = check(lambda calm=calm: toys.engine(variant, calm, prefill_chunk=192), runs)
+        for one in got.values():
+            assert len(one.tokens) == one.accepted_tokens + one.rounds
+        assert any(one.rounds > 1 for one in got.values())
+
+
+def test_a_wave_gives_a_token_per_segment_and_counts_its_rows(toys: Toys) -> None:
+    rng = random.Random(8)
+    num_late = 0
+    for i, calm in enumerate((0.02, 0.3, 1.0)):
+        engine = toys.engine(
+            "gelu_tanh", calm
+        )  # no coda: depth changes little more than the state's length
+        run = make_run(
+            1,
+            random_prompt(rng, 512, 30),
+            loops=LOOPS,
+            max_tokens=50,
+            temperature=0.8 * (i == 1),
+            **WAYS["pipelined"],
+        )
+        engine.add(run)
+        first = engine.step()
+        assert [len(o.tokens) for o in first.outputs] == [1] and first.core_passes == LOOPS
+        steps = num_rows = core_loops = tokens = accepted = rounds = drafted = 0
+        while engine.has_work():
+            result = engine.step()
+            assert result.core_passes == 1
+            steps += 1
+            num_rows += result.num_rows
+            num_late += not result.outputs
+            for output in result.outputs:
+                assert len(output.tokens) == 1
+                tokens, accepted = tokens + 1, accepted + output.accepted_tokens
+                rounds, drafted = rounds + output.rounds, drafted + output.drafted_tokens
+                core_loops += output.core_loops
+        assert tokens == 49 and core_loops == num_rows  # each row of a step ran one loop
+        assert 1 + tokens == accepted + rounds and drafted >= accepted
+        if calm == 0.02:
+            assert rounds == 1 and steps <= 49 + LOOPS  # nothing was dropped: one pass per token
+        if calm == 1.0:
+            assert rounds > 1 and steps < 49 * LOOPS
+    assert num_late > 0
+
+
+def test_waves_end_where_plain_rows_come_and_begin_again_after_them(toys: Toys) -> None:
+    rng = random.Random(9)
+    waves = [
+        make_run(i, random_prompt(rng, 512, 20), seed=i, loops=LOOPS, max_tokens=60, temperature=0.8, **WAYS["pipelined"])
+        for i in range(2)
+    ]  # fmt: skip
+    plain = [(10, make_run(5, random_prompt(rng, 512, 70), loops=3, max_tokens=6))]
+    crowd = [
+        (25, make_run(20 + i, random_prompt(rng, 512, 5), loops=2, max_tokens=5)) for i in range(9)
+    ]
+    check(lambda: toys.engine(max_rows=12), waves, plain + crowd)
 
 
 @way
@@ -310,6 +381,16 @@ def test_the_pace_follows_acceptance() -> None:
         ({"speculation": "chain", "draft_loops": 1, "draft_ahead": 65}, "1 to 64"),
         ({"speculation": "tree", "draft_loops": 1, "branches": 0}, "1 to 16"),
         ({"speculation": "tree", "draft_loops": 1, "branches": 17}, "1 to 16"),
+        (
+            {
+                "speculation": "pipelined",
+                "draft_loops": 1,
+                "exit_kind": "latent",
+                "exit_threshold": 0.1,
+            },
+            "adaptive exit",
+        ),
+        ({"speculation": "pipelined", "draft_loops": 1, "warm_start": True}, "side by side"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(
