@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from falcon.asgi import Request
@@ -37,7 +38,8 @@ async def json_body(req: Request, service: Service) -> dict[str, Any]:
             break
     if size > limit:
         raise _too_large(limit)
-    return parse_object(b"".join(parts))
+    raw = b"".join(parts)
+    return await asyncio.to_thread(parse_object, raw) if size > _CHUNK else parse_object(raw)
 
 
 def context(req: Request, service: Service) -> Context:

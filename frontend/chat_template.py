@@ -47,7 +47,9 @@ class ChatTemplate:
             raise TemplateError(self._failure)
         names = {**self._special, "add_generation_prompt": True, **options}
         try:
-            return self._template.render(**names, messages=list(messages), tools=tools)
+            text = self._template.render(**names, messages=list(messages), tools=tools)
+            text.encode()  # a call's arguments are JSON in JSON: they may hold lone surrogates
+            return text
         except RecursionError:
             raise TemplateError("it nests too deeply") from None
         except (

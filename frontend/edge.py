@@ -32,6 +32,9 @@ class Edge:
         self._clock = clock
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # none is served; closed before it is accepted: 403
+            await send({"type": "websocket.close"})
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

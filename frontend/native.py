@@ -10,6 +10,7 @@ from falcon.asgi import Request, Response
 from frontend import schemas
 from frontend.bodies import context, json_body
 from frontend.errors import ApiError, from_rejection
+from frontend.fields import Fields
 from frontend.generation import Delta, Generation
 from frontend.requests import encode
 from frontend.service import Service
@@ -145,7 +146,8 @@ class Prefixes:
         set_json(resp, {"object": "list", "data": [_entry(e) for e in reply.entries]})
 
     async def on_delete_named(self, req: Request, resp: Response, name: str) -> None:
-        await self._ask("delete", salt=_salt(req, self._service), name=name)
+        named = schemas.prefix_name(Fields({"name": name}))
+        await self._ask("delete", salt=_salt(req, self._service), name=named)
         resp.status = falcon.HTTP_204
 
     async def _ask(self, op: str, **named: Any) -> PrefixReply:
@@ -162,7 +164,7 @@ class Prefixes:
 
 
 def _salt(req: Request, service: Service) -> str:
-    return context(req, service).salted(req.get_param("cache_salt", default=""))
+    return context(req, service).salted(Fields({"cache_salt": req.get_param("cache_salt")}))
 
 
 def _entry(info: PrefixInfo) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from frontend.conversation import read_conversation
 from frontend.errors import ApiError, invalid
 from frontend.fields import Fields
 from frontend.metrics import HttpMetrics
-from frontend.requests import LONG_TEXT, Conversation
+from frontend.model import ServedModel
+from frontend.requests import Conversation
 from frontend.service import Service
 from frontend.streaming import set_json
 from frontend.text import TextModel, TextUnavailable
@@ -95,23 +96,27 @@ class Tokenize:
         fields = Fields(await json_body(req, self._service))
         model = context(req, self._service).model
         model.resolve(fields.string("model"))
+        await asyncio.to_thread(self._answer, resp, fields, model)  # a body may hold millions
+
+    def _answer(self, resp: Response, fields: Fields, model: ServedModel) -> None:
         text = model.text
         given = [n for n in ("prompt", "content", "messages") if fields.raw(n) is not None]
         if len(given) != 1:
             raise invalid("prompt", "exactly one of 'prompt', 'content' and 'messages' is required")
-        ids = await self._encode(fields, text, given[0])
+        ids = self._encode(fields, text, given[0])
+        pieces = {i: text.token_text(i) for i in set(ids)}
         body: dict[str, Any] = {
             "tokens": ids,
             "count": len(ids),
             "max_model_len": model.max_seq_len,
         }
         if fields.boolean("return_token_strs"):
-            body["token_strs"] = [text.token_text(i) for i in ids]
+            body["token_strs"] = [pieces[i] for i in ids]
         if fields.boolean("with_pieces"):
-            body["tokens"] = [{"id": i, "piece": text.token_text(i)} for i in ids]
+            body["tokens"] = [{"id": i, "piece": pieces[i]} for i in ids]
         set_json(resp, body)
 
-    async def _encode(self, fields: Fields, text: TextModel, name: str) -> list[int]:
+    def _encode(self, fields: Fields, text: TextModel, name: str) -> list[int]:
         special = "add_special" if fields.raw("add_special") is not None else "add_special_tokens"
         adds_special = fields.boolean(special, name != "content")
         try:
@@ -122,8 +127,6 @@ class Tokenize:
                 adds_special = False
             else:
                 prompt = fields.string(name)
-            if len(prompt) > LONG_TEXT:
-                return await asyncio.to_thread(text.encode, prompt, adds_special)
             return text.encode(prompt, adds_special)
         except TextUnavailable as ex:
             raise invalid(name, str(ex), "text_unavailable") from None
@@ -139,6 +142,9 @@ class Detokenize:
         fields = Fields(await json_body(req, self._service))
         model = context(req, self._service).model
         model.resolve(fields.string("model"))
+        await asyncio.to_thread(self._answer, resp, fields, model)
+
+    def _answer(self, resp: Response, fields: Fields, model: ServedModel) -> None:
         if fields.raw("tokens") is None:
             raise fields.wrong("tokens", "is required", "missing_required_parameter")
         ids = fields.token_ids("tokens", model.vocab)

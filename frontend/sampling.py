@@ -91,10 +91,12 @@ def read_speculation(
         raise invalid(
             "exit_threshold", "the KL exit of an artifact with a coda excludes speculation"
         )
+    if loops < 2:
+        raise fields.wrong(loops_name, "must be at least 2: a draft has fewer loops than its check")
     values: dict[str, Any] = {
         "loops": loops,
         "speculation": kind,
-        "draft_loops": fields.integer("draft_loops", max(1, loops // 4), 1, loops),
+        "draft_loops": fields.integer("draft_loops", max(1, loops // 4), 1, loops - 1),
         "draft_ahead": fields.integer("draft_ahead", 0, 0, 64),
         "min_loops": min(params.min_loops, loops),
     }

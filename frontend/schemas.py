@@ -34,7 +34,9 @@ class Context:
     request_id: str
     salt: str = ""  # of the API key; the body's cache_salt joins it
 
-    def salted(self, cache_salt: str) -> str:
+    def salted(self, fields: Fields) -> str:
+        """The prefix-pool salt of a request: its tenant's, joined with its own `cache_salt`."""
+        cache_salt = fields.string("cache_salt", "", 200)
         return f"{self.salt}/{cache_salt}" if self.salt or cache_salt else ""
 
 
@@ -146,7 +148,7 @@ def native(body: dict[str, Any], context: Context, speculation: str = "none") ->
         stream_interval=fields.integer("stream_interval", 1, 1, 4096),
         priority=fields.integer("priority", 0, -100, 100),
         slo_ms=fields.optional_number("slo_ms", 1.0, 86_400_000.0),
-        salt=context.salted(fields.string("cache_salt", "", 200)),
+        salt=context.salted(fields),
         warnings=loop_warnings(params, model),
     )
     fields.refuse_unknown()
@@ -162,9 +164,7 @@ def prefix(body: dict[str, Any], context: Context) -> tuple[str, int, Asked]:
     fields = Fields(body)
     model = context.model
     model.resolve(fields.string("model"))
-    name = fields.string("name", "", 200)
-    if not name or "/" in name or not name.isprintable():
-        raise fields.wrong("name", "must be a name of 1 to 200 printable characters without '/'")
+    name = prefix_name(fields)
     prompt, param = _native_prompt(fields, model)
     loops = fields.integer("loops", model.loops_default, model.loops_min, model.loops_max)
     asked = Asked(
@@ -176,10 +176,18 @@ def prefix(body: dict[str, Any], context: Context) -> tuple[str, int, Asked]:
         seed=0,
         max_tokens=1,
         add_special_tokens=fields.boolean("add_special_tokens", True),
-        salt=context.salted(fields.string("cache_salt", "", 200)),
+        salt=context.salted(fields),
     )
     fields.refuse_unknown()
     return name, loops, asked
+
+
+def prefix_name(fields: Fields) -> str:
+    """The name of a prefix-pool entry; one path segment, so that it can be deleted."""
+    name = fields.string("name", "", 200)
+    if not name or "/" in name or not name.isprintable():
+        raise fields.wrong("name", "must be a name of 1 to 200 printable characters without '/'")
+    return name
 
 
 def _shared(fields: Fields, context: Context, model_name: str, num_logprobs: int) -> Asked:
@@ -236,7 +244,7 @@ def _shared(fields: Fields, context: Context, model_name: str, num_logprobs: int
         draft_model=draft_model,
         priority=fields.integer("priority", 0, -100, 100),
         slo_ms=fields.optional_number("slo_ms", 1.0, 86_400_000.0),
-        salt=context.salted(fields.string("cache_salt", "", 200)),
+        salt=context.salted(fields),
         warnings=loop_warnings(params, model),
     )
 

@@ -287,6 +287,33 @@ def test_prefixes(play: Any) -> None:
         ]:
             wrong = await site.post("/prefixes", {**body, field: value})
             assert (wrong.status, wrong.error["param"]) == (400, field)
+        site.engine.commands.clear()
+        for method, path, param in [
+            ("DELETE", "/prefixes/" + "x" * 201, "name"),
+            ("DELETE", "/prefixes/a\nb", "name"),
+            ("DELETE", "/prefixes/sys?cache_salt=" + "s" * 201, "cache_salt"),
+            ("GET", "/prefixes?cache_salt=" + "s" * 201, "cache_salt"),
+        ]:
+            wrong = await site.request(method, path)
+            assert (wrong.status, wrong.error["param"]) == (400, param)
+        assert site.engine.commands == []
+
+    play(scenario)
+
+
+def test_a_websocket_is_turned_away(play: Any) -> None:
+    async def scenario(site: Site) -> None:
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "websocket.connect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        for path in ("/generate", "/nowhere"):
+            await site.app({"type": "websocket", "path": path, "headers": []}, receive, send)
+        assert sent == [{"type": "websocket.close"}] * 2  # before it was accepted: HTTP 403
 
     play(scenario)
 

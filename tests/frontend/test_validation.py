@@ -37,7 +37,7 @@ WRONG: list[tuple[str, Any]] = [
     ("exit_threshold", -1), ("exit_threshold", "x"), ("exit_kind", "gate"), ("exit_kind", "clock"), ("exit_kv", "drop"),
     ("kv_cache_mode", "int2"), ("kv_cache_mode", 4), ("init_seed", 5), ("init_seed", -1), ("priority", 101), ("priority", "high"),
     ("slo_ms", 0), ("slo_ms", -5), ("cache_salt", 7), ("cache_salt", "x" * 201), ("request_id", 7), ("request_id", "a\nb"), ("request_id", ""), ("sample_seed", 1.5),
-    ("sample_seed", HUGE), ("seed", "x"), ("logprobs", "x"), ("stream_interval", 0), ("draft_loops", 0), ("draft_loops", 17),
+    ("sample_seed", HUGE), ("seed", "x"), ("logprobs", "x"), ("stream_interval", 0), ("draft_loops", 0), ("draft_loops", 17), ("draft_loops", 4),
     ("model", 5), ("logit_bias", {"-1": 1}), ("logit_bias", {"50257": 1}), ("logit_bias", {"x": 1}), ("logit_bias", [1]),
     ("bad_words", [1]), ("bad_words", ["a long row of words"]),
 ]  # fmt: skip
@@ -231,6 +231,29 @@ def test_chat_messages_become_the_templates(play: Any, gpt2: Any) -> None:
         assert prompt == "system: be kind\nuser: a\nb\nassistant: \ntool: 42\nassistant:"
 
     play(scenario)
+
+
+def test_a_draft_needs_a_deeper_check(play: Any) -> None:
+    async def scenario(site: Site) -> None:
+        for path in ("/generate/speculative", "/generate/tree_speculative", "/v1/completions"):
+            for body in ({"loops": 1, "draft_loops": 1}, {"verify_loops": 1}):
+                answer = await site.post(path, {**TEXT, **body})
+                assert (answer.status, answer.error["param"]) == (400, "verify_loops"), path
+        assert site.engine.specs == []
+
+    play(scenario)
+
+
+def test_a_calls_arguments_that_are_no_unicode_text_are_a_400(play: Any) -> None:
+    async def scenario(site: Site) -> None:
+        call = {"function": {"name": "f", "arguments": '{"city": "\\ud800"}'}}
+        body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = await site.post(path, body)
+            assert (answer.status, answer.error["param"]) == (400, "messages"), answer.text
+
+    template = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+    play(scenario, {"chat_template": template})
 
 
 def test_truncation_and_long_prompts(play: Any) -> None:
