@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from scheduler.messages import Tokens
 from tests.gpu_worker.engine_helpers import collect, make_engine, make_run, random_prompt
 from tests.gpu_worker.slow_decoder import retell
+from tests.gpu_worker.test_engine_pressure import prefix_of
 from tests.gpu_worker.test_goldens_engine import GOLDENS, run_prompts
 from tests.gpu_worker.test_goldens_engine import make_engine as make_golden_engine
 
@@ -35,14 +36,21 @@ CASES = [
 ]
 
 
+# the whole matrix takes minutes on a busy machine; these reach every line
+QUICK = [
+    case if i in (1, 6, 8) else pytest.param(*case, marks=pytest.mark.slow)
+    for i, case in enumerate(CASES)
+]
+
+
 @pytest.mark.parametrize("exit_kv", ["complete", "copy"])
 @pytest.mark.parametrize(("variant", "how"), CASES)
 def test_tokens_and_loops_are_those_of_the_definition(
     shared: Path, variant: str, how: dict[str, Any], exit_kv: str
 ) -> None:
     engine = make_engine(shared, variant)
-    prompt = random_prompt(random.Random(variant), 512, 70)
-    run = make_run(1, prompt, loops=5, max_tokens=14, exit_kv=exit_kv, **how)
+    prompt = random_prompt(random.Random(variant), 512, 20)
+    run = make_run(1, prompt, loops=5, max_tokens=12, exit_kv=exit_kv, **how)
     got = collect(engine, [run])[1]
     told = retell(engine, run, got.tokens)
     assert max(told.margins) < 2e-3
@@ -52,7 +60,7 @@ def test_tokens_and_loops_are_those_of_the_definition(
         assert got.core_loops < full if exit_kv == "copy" else got.core_loops == full
 
 
-@pytest.mark.parametrize(("variant", "how"), CASES)
+@pytest.mark.parametrize(("variant", "how"), QUICK)
 def test_exits_and_warm_starts_are_the_same_alone_in_batches_and_after_preemption(
     shared: Path, variant: str, how: dict[str, Any]
 ) -> None:
@@ -76,9 +84,26 @@ def test_exits_and_warm_starts_are_the_same_alone_in_batches_and_after_preemptio
         tokens = together[run.sequence_id].tokens
         assert collect(engine, [run])[run.sequence_id].tokens == tokens
         assert tight[run.sequence_id].tokens == tokens
-        for done in (1, len(tokens) // 2):
-            rest = collect(engine, [replace(run, emitted=Tokens(tokens[:done]))])[run.sequence_id]
-            assert rest.tokens == tokens[done:]
+        done = len(tokens) // 2
+        rest = collect(engine, [replace(run, emitted=Tokens(tokens[:done]))])[run.sequence_id]
+        assert rest.tokens == tokens[done:]
+
+
+@pytest.mark.parametrize(("variant", "how"), CASES)
+def test_what_a_prompt_leaves_behind_knows_nothing_of_exits(
+    shared: Path, variant: str, how: dict[str, Any]
+) -> None:
+    """Its last token may have been read early; a later prompt that starts from its blocks has the tokens of a cold one."""
+    prompt = random_prompt(random.Random(variant), 512, 128)
+    engine = make_engine(shared, variant)
+    keeper = make_run(1, prompt, loops=4, max_tokens=3, store=prefix_of(prompt, 128), **how)
+    collect(engine, [keeper])
+    for settings in ({}, how):
+        run = make_run(2, [*prompt, 7, 8, 9], loops=4, max_tokens=12, logprobs=2, **settings)
+        cold = collect(make_engine(shared, variant), [run])[2]
+        warm = collect(engine, [replace(run, prefix_id=bytes(16), prefix_len=128)])[2]
+        assert warm.cached_tokens == 128
+        assert (warm.tokens, warm.logprobs) == (cold.tokens, cold.logprobs)
 
 
 def test_upstreams_tokens_with_exits(shared: Path) -> None:
