@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,10 +162,11 @@ def main() -> int:
         print(f"bad setting: {ex}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTING
     scheduler = Scheduler(settings, time.monotonic, sockets.send_to_client, sockets.send_to_worker)
+    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: scheduler.begin_drain())
+        signal.signal(number, lambda *_: stopping.set())
     log.info("scheduler ready, epoch %d; %s", scheduler.hub.epoch, settings.summary())
-    run(scheduler, sockets)
+    run(scheduler, sockets, stopping.is_set)
     sockets.close()
     if gate is not None:
         gate.close()

@@ -21,16 +21,14 @@ from scheduler.priority_queue import PriorityQueue
 from scheduler.request import Clock, Request
 from scheduler.workers import Workers
 
+MAX_LABEL = 128
+
 ToClient = Callable[[bytes, object], None]
 ToWorker = Callable[[bytes, object], bool]  # False: it cannot be reached
 
 
 class Hub:
-    """Args:
-    settings: queue cap, ageing, SLO, pool capacity, prefill chunk, grace.
-    clock: seconds, monotonic.
-    epoch: told apart from every other life of a scheduler by all peers; from the time of day if None.
-    """
+    """All parts of one scheduler; `Scheduler` says what the arguments are."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Hub:
         return Request(
             submit.client_id,
             submit.request_id,
-            submit.label if submit.label.isprintable() else ascii(submit.label),  # for logs alone
+            _for_logs(submit.label),
             submit.params,
             order=next(self._orders),
             rank=self.queue.rank(submit.priority, now),
@@ -145,3 +143,9 @@ class Hub:
 
     def _cancel_build(self, request: Request) -> None:
         self.lifecycle.end_all(request, "cancelled", self.clock())
+
+
+def _for_logs(label: str) -> str:
+    """A client's label as one short printable text; it goes nowhere but into logs."""
+    label = label[:MAX_LABEL]
+    return label if label.isprintable() else ascii(label)

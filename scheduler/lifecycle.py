@@ -24,9 +24,11 @@ _S = RequestState
 
 
 class Lifecycle:
-    """Args:
-    send: gives a message to a worker; False if it cannot be reached.
-    ended: told of every request that ended.
+    """Moves requests; the parts that it moves them between are handed in.
+
+    Args:
+        send: gives a message to a worker; False if it cannot be reached.
+        ended: told of every request that ended.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Lifecycle:
             return False
         worker.sent(sequence)
         sequence.worker_id = worker.worker_id
-        sequence.dispatched_at = now
+        sequence.heard_at = now
         sequence.prefix_id = message.prefix_id
         sequence.kv_cache_mode = request.params.kv_cache_mode or pool.default_mode
         if match is not None:
@@ -100,37 +102,25 @@ class Lifecycle:
         return True
 
     def take(self, worker: Worker, output: SequenceOutput, now: float) -> None:
-        """What one step did for one sequence. Stale and repeated parts fall away; nonsense or a gap sends the sequence off anew."""
+        """What one step did for one sequence. What is stale or repeated falls away, a gap sends it off anew, nonsense ends it."""
         sequence = worker.in_flight.get(SequenceId(output.sequence_id))
         if sequence is None or sequence.attempt != output.attempt:
             self._metrics.stale.inc()
             return
+        sequence.heard_at = now
         params = sequence.request.params
+        room = params.max_tokens - output.first_index
         try:
-            check_output(
-                output, worker.limits, params.logprobs >= 0, params.max_tokens - output.first_index
-            )
+            check_output(output, worker.limits, params.logprobs >= 0, room)
         except BadMessage as ex:
             self._metrics.bad_messages.labels("workers").inc()
-            log.error(
-                "request %s[%d]: worker %s sent %s",
-                sequence.request.label,
-                sequence.index,
-                worker.name,
-                ex,
-            )
+            log.error("request %s: worker %s sent %s", sequence.request.label, worker.name, ex)
             self.end(sequence, "error", now, "internal_error", "the engine sent an invalid output")
             return
         num_known = len(sequence.tokens) - output.first_index
         if num_known < 0:
-            log.error(
-                "request %s[%d]: tokens from worker %s are missing",
-                sequence.request.label,
-                sequence.index,
-                worker.name,
-            )
-            self._lose([sequence], worker, now)
-            self._send(worker.worker_id, Abort(self._epoch, sequence.sequence_id, sequence.attempt))
+            log.error("request %s: worker %s left tokens out", sequence.request.label, worker.name)
+            self.lose_sequences([sequence], worker, now)
             return
         self._count(sequence, output)
         self._take_tokens(sequence, worker, output, num_known, now)
@@ -216,6 +206,13 @@ class Lifecycle:
         self._metrics.worker_losses.inc(is_loss)
         self._lose(list(worker.in_flight.values()), worker, now, is_loss=is_loss)
 
+    def lose_sequences(self, sequences: list[Sequence], worker: Worker, now: float) -> None:
+        """A worker lives, but what it said of these was lost: they are sent off anew."""
+        aborts = [Abort(self._epoch, s.sequence_id, s.attempt) for s in sequences]
+        self._lose(sequences, worker, now)
+        for abort in aborts:
+            self._send(worker.worker_id, abort)
+
     def _lose(
         self, sequences: list[Sequence], worker: Worker, now: float, *, is_loss: bool = True
     ) -> None:
@@ -229,13 +226,8 @@ class Lifecycle:
             self._metrics.requeues.inc()
             self._requeue(sequence, worker, now)
         for request in doomed:
-            self.end_all(
-                request,
-                "error",
-                now,
-                "worker_lost",
-                "the engine was lost each time it ran this request",
-            )
+            message = "the engine was lost each time it ran this request"
+            self.end_all(request, "error", now, "worker_lost", message)
 
     def _requeue(self, sequence: Sequence, worker: Worker, now: float) -> None:
         """Back to the queue, priority and arrival unchanged; what it has emitted will be replayed."""

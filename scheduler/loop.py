@@ -8,6 +8,7 @@ happens to a request is in `lifecycle`, delivery in `clients`, room on workers i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from scheduler.client_desk import ClientDesk, FromClient
@@ -27,12 +28,14 @@ STRANDED_S = 60.0  # a request that no worker there is could run ends after this
 
 
 class Scheduler:
-    """Args:
-    settings: queue cap, ageing, SLO, pool capacity, prefill chunk, grace.
-    clock: seconds, monotonic.
-    send_to_client: (client id, message).
-    send_to_worker: (worker id, message); False if the worker cannot be reached.
-    epoch: told apart from every other life of a scheduler by all peers; from the time of day if None.
+    """The core, without sockets.
+
+    Args:
+        settings: queue cap, ageing, SLO, pool capacity, prefill chunk, grace.
+        clock: seconds, monotonic.
+        send_to_client: (client id, message).
+        send_to_worker: (worker id, message); False if the worker cannot be reached.
+        epoch: told apart from every other life of a scheduler by all peers; from the time of day if None.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Scheduler:
         hub = self.hub
         for worker, reason in hub.workers.find_lost(now):
             hub.lifecycle.lose_worker(worker, reason, now)
+        for worker in hub.workers.ready.values():
+            hub.lifecycle.lose_sequences(worker.missing(now), worker, now)
         for client in hub.clients.expire(now):
             self._drop_client(client, now)
         for request in list(hub.live.values()):
@@ -142,6 +147,8 @@ class Scheduler:
         lifecycle = self.hub.lifecycle
         for sequence in [s for s in request.sequences if s.is_waiting]:
             placed = placement.place(sequence)
+            if placed is None and request.reserved_id is None:
+                continue  # no worker may ever run this one; its siblings may have one
             if placed is None:
                 break
             worker, match = placed
@@ -183,7 +190,8 @@ class Scheduler:
         """Drained: nothing is left, or the grace has passed."""
         if self._drain_until is None:
             return False
-        return not self.hub.live or self._clock() >= self._drain_until
+        is_empty = all(request.is_internal for request in self.hub.live.values())
+        return is_empty or self._clock() >= self._drain_until
 
     def end(self) -> None:
         """The grace has passed: what is left ends as cancelled, and clients hear of it."""
@@ -201,9 +209,11 @@ class Wires(Protocol):
         """Wait a little for messages and hand over those that came; drops what is bad."""
 
 
-def run(scheduler: Scheduler, wires: Wires) -> None:
-    """Serve until drained."""
+def run(scheduler: Scheduler, wires: Wires, is_stopping: Callable[[], bool]) -> None:
+    """Serve until asked to stop, and then until drained."""
     while not scheduler.is_over:
         wires.drain(scheduler)
+        if is_stopping():
+            scheduler.begin_drain()
         scheduler.tick()
     scheduler.end()

@@ -71,10 +71,9 @@ class Placement:
                 kept = min(candidates, key=lambda w: len(w.in_flight))
             else:
                 kept = max(candidates, key=lambda w: w.available_blocks)
-        if kept is None:
-            return
-        request.reserved_id = kept.worker_id
-        self._closed.add(kept.worker_id)
+        request.reserved_id = None if kept is None else kept.worker_id
+        if kept is not None:
+            self._closed.add(kept.worker_id)
 
 
 def _choose(workers: list[Worker], matches: Mapping[bytes, Match]) -> Worker:

@@ -28,9 +28,12 @@ _Asker = tuple[bytes, int]  # client id, query id
 
 
 class PrefixDesk:
-    """Args:
-    build: starts an internal request for (params, sequence, salt, label) and returns it.
-    reply: sends a message to a client.
+    """The counter where prefixes are asked for.
+
+    Args:
+        build: starts an internal request for (params, sequence, salt, label) and returns it.
+        cancel: ends such a request.
+        reply: sends a message to a client.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class PrefixDesk:
     def tick(self, now: float) -> None:
         """Answer those whose entry is held by now, and build the registered entries that no worker holds."""
         for prefix_id, askers in list(self._askers.items()):
-            entry = next((e for e in self._pool.entries() if e.prefix_id == prefix_id), None)
+            entry = self._pool.get(prefix_id)
             if entry is None or entry.holders:
                 del self._askers[prefix_id]
                 for asker in askers:
@@ -91,19 +94,17 @@ class PrefixDesk:
         prefix_id = next(name for name, build in self._builds.items() if build is request)
         del self._builds[prefix_id]
         sequence = request.sequences[0]
-        entry = next((e for e in self._pool.homeless() if e.prefix_id == prefix_id), None)
-        if entry is None:
+        entry = self._pool.get(prefix_id)
+        if entry is None or entry.holders:
             return
         # A worker reports what it stored before, or in the same step as, the end of the run that stored it.
+        code = (
+            "engine_down" if sequence.error_code in ("engine_down", "worker_lost") else "pool_full"
+        )
         reason = sequence.error_message or "the engine had no room to keep it"
         self._pool.delete(entry.key.salt, entry.key.name)
         self._build_after.pop(prefix_id, None)
         for client_id, query_id in self._askers.pop(prefix_id, []):
-            code = (
-                sequence.error_code
-                if sequence.error_code in ("engine_down", "invalid_request")
-                else "pool_full"
-            )
             self._reply(client_id, PrefixReply(query_id, code, reason))
 
     def _register(self, command: PrefixCommand, now: float) -> tuple[str, str, Entry | None]:
@@ -117,11 +118,7 @@ class PrefixDesk:
         tokens = Tokens(command.tokens[: floor_to_block(len(command.tokens))])
         loops = command.loops or limits.loops_default
         if not tokens:
-            return (
-                "invalid_request",
-                f"prompt: at least {BLOCK_SIZE} tokens, got {len(command.tokens)}",
-                None,
-            )
+            return "invalid_request", f"prompt: at least {BLOCK_SIZE} tokens", None
         try:
             check_limits(Params(loops=loops, max_tokens=0), [SequenceSpec(tokens, 0)], limits)
         except Refusal as ex:

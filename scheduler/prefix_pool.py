@@ -146,7 +146,7 @@ class PrefixPool:
     ) -> HeldPrefix | None:
         """What `worker_id` shall keep of this prompt once it is prefilled; None if nothing new.
 
-        First a registered entry that this worker lacks, then the part shared with an entry that goes on differently (a second
+        First the longest registered entry that this worker lacks, then the part shared with an entry that goes on differently (a second
         sight: it will be pinned), else the whole prompt.
         """
         full = floor_to_block(len(prompt))
@@ -178,7 +178,7 @@ class PrefixPool:
 
     def _named_on_path(self, tokens: tuple[int, ...], params: Params, salt: str) -> Iterator[Entry]:
         path = self._path(tokens, params, salt)
-        for depth, node in enumerate(path, 1):
+        for depth, node in reversed(list(enumerate(path, 1))):
             for entry in node.entries.values():
                 is_whole = len(entry.tokens) == depth * BLOCK_SIZE
                 if entry.key.name and is_whole and entry.key.loops == params.loops:
@@ -260,6 +260,9 @@ class PrefixPool:
 
     def find(self, salt: str, name: str) -> Entry | None:
         return self._named.get((salt, name))
+
+    def get(self, prefix_id_: bytes) -> Entry | None:
+        return self._entries.get(prefix_id_)
 
     def is_current(self, entry: Entry) -> bool:
         return self._entries.get(entry.prefix_id) is entry

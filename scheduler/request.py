@@ -104,7 +104,8 @@ class Sequence:
     attempt: int = 0
     worker_id: bytes | None = None  # who runs it; None: it waits, or has ended
     numerics_id: str = ""  # of the worker whose arithmetic made its tokens
-    dispatched_at: float = 0.0
+    run_number: int = 0  # of its last dispatch, among the worker's
+    heard_at: float = 0.0  # last dispatch or output
     prefix_id: bytes = b""  # the pool entry its last dispatch named
     preemptions: int = 0
     restarts: int = 0

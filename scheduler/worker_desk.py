@@ -91,6 +91,7 @@ class WorkerDesk:
         worker.stepped(step, now)
         for output in step.outputs:
             hub.lifecycle.take(worker, output, now)
+        worker.compare(step, now)
 
     def _beat(self, beat: WorkerBeat, now: float) -> None:
         hub = self._hub

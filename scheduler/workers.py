@@ -16,13 +16,9 @@ from scheduler.request import Sequence, SequenceId, num_blocks
 
 DEAD_AFTER_S = 3.0  # without a beat
 HUNG_AFTER_S = 30.0  # in one step
-STUCK_AFTER_S = (
-    5.0  # idle by its own word, no step heard of, though it has work: messages were lost
-)
+STUCK_AFTER_S = 5.0  # idle by its own word, though it has work: messages were lost
 RETURN_S = 10.0  # submits are queued so long for the last worker to come back
-FAILURE_SHOWN_S = (
-    15.0  # a worker that fails is started again and again: its reason outlives each try
-)
+FAILURE_SHOWN_S = 15.0  # a worker that fails is started again: its reason outlives each try
 HEADROOM_TOKENS = 128  # generated tokens that a dispatch makes sure of
 
 
@@ -40,6 +36,7 @@ class Worker:
     free_rows: int
     free_blocks: int
     step_age_s: float = 0.0
+    missing_since: float | None = None
     num_sent: int = 0
     unseen: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight: dict[SequenceId, Sequence] = field(default_factory=dict)
@@ -47,7 +44,8 @@ class Worker:
 
     @property
     def available_rows(self) -> int:
-        return self.free_rows - len(self.unseen)
+        """Never more than are free by our own books: a report from before a repeated register may claim too much."""
+        return min(self.free_rows - len(self.unseen), self.limits.max_rows - len(self.in_flight))
 
     @property
     def available_blocks(self) -> int:
@@ -75,12 +73,9 @@ class Worker:
         """Whether it fits an empty worker and, if it has tokens already, whether the arithmetic here made them."""
         limits, params = self.limits, sequence.request.params
         positions = len(sequence.prompt) + params.max_tokens
+        is_begun = bool(sequence.tokens and sequence.numerics_id)
         return (
-            not (
-                sequence.tokens
-                and sequence.numerics_id
-                and sequence.numerics_id != self.numerics_id
-            )
+            not (is_begun and sequence.numerics_id != self.numerics_id)
             and positions <= limits.max_seq_len
             and num_blocks(positions, params.loops, limits.extra_tables) <= limits.num_blocks
             and (not params.kv_cache_mode or params.kv_cache_mode in limits.kv_modes)
@@ -94,6 +89,7 @@ class Worker:
 
     def sent(self, sequence: Sequence) -> None:
         self.num_sent += 1
+        sequence.run_number = self.num_sent
         self.unseen.append((self.num_sent, self.need_blocks(sequence)))
         self.in_flight[sequence.sequence_id] = sequence
 
@@ -108,6 +104,22 @@ class Worker:
             self.passes.observe(
                 step.num_rows, step.cached_positions, step.step_ms / step.core_passes
             )
+
+    def compare(self, step: StepDone, now: float) -> None:
+        """After a step's outputs: does the worker run fewer sequences than it should by our books?"""
+        num_seen = sum(s.run_number <= step.runs_seen for s in self.in_flight.values())
+        if self.limits.max_rows - step.free_rows >= num_seen:
+            self.missing_since = None
+        elif self.missing_since is None:
+            self.missing_since = now
+
+    def missing(self, now: float) -> list[Sequence]:
+        """Sequences that it has not for a while, though nobody said that they ended: a report was lost, or not readable."""
+        since = self.missing_since
+        if since is None or now - since <= STUCK_AFTER_S:
+            return []
+        self.missing_since = None
+        return [s for s in self.in_flight.values() if s.heard_at <= since]
 
 
 @dataclass(slots=True)
@@ -198,7 +210,7 @@ class Workers:
         return lost
 
     def _is_stuck(self, worker: Worker, now: float) -> bool:
-        newest = max((s.dispatched_at for s in worker.in_flight.values()), default=now)
+        newest = max((s.heard_at for s in worker.in_flight.values()), default=now)
         return worker.step_age_s == 0 and now - max(newest, worker.stepped_at) > STUCK_AFTER_S
 
     def state(self, now: float) -> tuple[str, str]:

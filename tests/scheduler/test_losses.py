@@ -123,6 +123,23 @@ def test_a_report_that_got_lost_is_noticed_and_replayed() -> None:
     rig.check_books()
 
 
+def test_an_end_that_got_lost_is_noticed_although_the_worker_goes_on_with_others() -> None:
+    rig = Rig()
+    worker, client = rig.worker(), rig.client()
+    long, short = client.submit(seed=1, max_tokens=900), client.submit(seed=2, max_tokens=3)
+    rig.run(2)
+    worker.step(deliver=False)  # the last token of one, and the third of the other
+    for _ in range(14):
+        rig.run(1)
+        rig.elapse(0.5)
+    rig.run(2)
+    client.read()
+    assert short.tokens == [tokens(2, 3)]
+    assert long.tokens[0] == tokens(1, len(long.tokens[0]))
+    assert {r.seed: r.attempt for r in worker.runs} == {1: 2, 2: 2}
+    rig.check_books()
+
+
 def test_a_doubled_report_changes_nothing() -> None:
     rig = Rig()
     worker, client = rig.worker(), rig.client()
@@ -278,6 +295,18 @@ def test_a_running_request_moves_only_between_equal_numerics() -> None:
     rig.run(6)
     assert [run.seed for run in same.runs] == [1]
     assert started.tokens == [tokens(1, 6)]
+
+
+def test_a_sequence_that_waits_for_its_numerics_does_not_hold_up_its_siblings() -> None:
+    rig = Rig()
+    first, client = rig.worker("a", numerics_id="n1", max_rows=1), rig.client()
+    got = client.submit(num_sequences=2, seed=1, max_tokens=6)
+    rig.run(2)
+    assert [len(t) for t in got.tokens] == [2, 0]
+    lose(rig, first)
+    rig.worker("b", numerics_id="n2")
+    rig.run(7)
+    assert [len(t) for t in got.tokens] == [2, 6]
 
 
 def test_without_equal_numerics_it_ends_with_a_code_after_a_bound() -> None:

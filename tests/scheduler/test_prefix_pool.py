@@ -462,6 +462,25 @@ def test_a_new_scheduler_learns_from_its_workers_what_they_hold() -> None:
     assert worker.runs[-1].prefix_len == 192
 
 
+def test_of_two_registered_prefixes_that_share_their_beginning_both_are_built() -> None:
+    rig = Rig()
+    worker, client = rig.worker(), rig.client()
+    for name, size in (("short", 64), ("long", 192)):
+        client.send(PrefixCommand(client.client_id, size, "register", "", name, prompt(size), 2))
+    rig.elapse(0.1)
+    rig.run(1)
+    rig.elapse(0.1)
+    client.read()
+    assert {m.query_id: m.code for m in client.seen if isinstance(m, PrefixReply)} == {
+        64: "",
+        192: "",
+    }
+    assert {p.key.name: len(p.tokens) for p in worker.prefixes.values()} == {
+        "short": 64,
+        "long": 192,
+    }
+
+
 def test_a_build_that_cannot_be_kept_is_told() -> None:
     rig = Rig()
     worker, client = rig.worker(), rig.client()
