@@ -289,10 +289,11 @@ class Engine:
 
     def _find_blocks_to_guess(self, work: Guess) -> None:
         """A guess takes free blocks alone; nobody leaves for it."""
-        slot = work.sequence.slot
-        if self.cache.num_missing(slot, work.reach) > self.cache.pool.num_free:
-            work.shrink()
-        self.cache.extend(slot, work.reach)
+        slot, cache = work.sequence.slot, self.cache
+        is_short = cache.num_missing(slot, work.reach) > cache.pool.num_free
+        if is_short or work.reach > cache.max_blocks * BLOCK_SIZE:
+            work.shrink(-(-work.end // BLOCK_SIZE) * BLOCK_SIZE)
+        cache.extend(slot, work.reach)
 
     def _evict(self, missing: int, with_registered: bool) -> bool:
         dropped = self.prefixes.evict(missing, with_registered)

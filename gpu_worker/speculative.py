@@ -52,8 +52,8 @@ class Guess(Work, ABC):
         """Places that the rows may write to are below this."""
 
     @abstractmethod
-    def shrink(self) -> None:
-        """There are no blocks up to `reach`: guess nothing in this step."""
+    def shrink(self, num_places: int) -> None:
+        """Makes do with places below `num_places`, which are more than the root's."""
 
     @property
     def running(self) -> list[int]:
@@ -119,18 +119,20 @@ class Round(Guess):
 
     def __init__(self, sequence: Sequence, levels: int, branches: int) -> None:
         super().__init__(sequence)
-        self._levels, self._branches = levels, branches
-        self._levels = sum(width > 0 for width in self._widths())
+        self._branches = branches
+        self._widths = self._level_widths(levels, MAX_NODES)
         self._depth = 0
         self._kept = [0]  # the nodes that counted
-        self.frontier = [0] if self._levels else []  # nodes whose next tokens are to be guessed
+        self.frontier = [0] if levels else []  # nodes whose next tokens are to be guessed
 
     @property
     def reach(self) -> int:
-        return self.end + sum(self._widths())
+        return self.end + sum(self._widths)
 
-    def shrink(self) -> None:
-        self._levels, self.frontier = 0, []
+    def shrink(self, num_places: int) -> None:
+        self._widths = self._level_widths(len(self._widths), num_places - self.end)
+        if not self._widths:
+            self.frontier = []
 
     def rows(self) -> Rows:
         if has_exit(self.sequence.params):  # an exit is decided from all loops, from the first on
@@ -168,7 +170,7 @@ class Round(Guess):
         candidates.sort(key=lambda candidate: candidate[0])
         self.sequence.core_loops += self.sequence.params.draft_loops * len(self.frontier)
         first = len(self.nodes)
-        for deviation, index, token in candidates[: self._widths()[self._depth]]:
+        for deviation, index, token in candidates[: self._widths[self._depth]]:
             parent = self.nodes[index]
             place = self.end + len(self.nodes) - 1
             path = (*parent.path, token)
@@ -178,7 +180,7 @@ class Round(Guess):
         self._depth += 1
         grown = range(first, len(self.nodes))
         self.sequence.drafted_tokens += len(grown)
-        is_done = self._depth == self._levels
+        is_done = self._depth == len(self._widths)
         self.frontier = [] if is_done else [i for i in grown if not self.nodes[i].ends]
 
     def follow(self, tokens: Ordered[int]) -> list[int]:
@@ -208,13 +210,13 @@ class Round(Guess):
         super().commit(cache, num_tokens)
         cache.truncate(self.sequence.slot, len(self.sequence.tokens))
 
-    def _widths(self) -> list[int]:
-        """The nodes of each level, at most."""
-        widths, last, left = [], 1, MAX_NODES
-        for _ in range(self._levels):
-            last = min(last * self._branches, LEVEL_WIDTH, left)
-            left -= last
-            widths.append(last)
+    def _level_widths(self, levels: int, max_nodes: int) -> list[int]:
+        """The nodes of each level, at most; as many levels as get any."""
+        widths: list[int] = []
+        for _ in range(levels):
+            room = min(LEVEL_WIDTH, max_nodes - sum(widths))
+            if room > 0:
+                widths.append(min((widths[-1] if widths else 1) * self._branches, room))
         return widths
 
     def _with_maps(self, rows: Rows, indices: list[int]) -> Rows:
@@ -254,8 +256,8 @@ class Wave(Guess):
     def reach(self) -> int:
         return max(node.place for node in self.nodes) + 1
 
-    def shrink(self) -> None:
-        del self.nodes[1:]
+    def shrink(self, num_places: int) -> None:
+        del self.nodes[num_places - self.start :]
 
     def rows(self) -> Rows:
         params, running = self.sequence.params, self.running

@@ -342,21 +342,22 @@ def test_nothing_is_left_when_a_sequence_is_aborted(toys: Toys, way: str) -> Non
         assert engine.cache.pool.num_used == 0 and engine.cache.num_free_slots == 8
 
 
-def test_a_guess_makes_nobody_leave(toys: Toys) -> None:
-    """The pool holds just what both sequences need; there is no room for a tree's own places."""
+@pytest.mark.parametrize("num_columns", [4, 100])
+def test_a_guess_makes_nobody_leave(toys: Toys, num_columns: int) -> None:
+    """The pool holds just what both sequences need, or all it wants: a sequence at its longest has no places beyond."""
     rng = random.Random(6)
     tables = LOOPS + toys.engine().cache.num_extra_tables
-    engine = toys.engine(num_blocks=4 * tables, max_seq_len=128)
+    engine = toys.engine(num_blocks=num_columns * tables, max_seq_len=128)
     runs = [
-        make_run(i, random_prompt(rng, 512, 90), loops=LOOPS, max_tokens=38, **WAYS["tree"]) for i in range(2)
-    ]  # fmt: skip
+        make_run(i, random_prompt(rng, 512, 90), loops=LOOPS, max_tokens=38, **WAYS["tree"])
+        for i in range(2)
+    ]
     got = collect(engine, runs)
     assert engine.series()["preemptions_total"] == 0
+    expected = collect(toys.engine(), [plainly(run) for run in runs])
     for run in runs:
-        assert (
-            got[run.sequence_id].tokens
-            == collect(toys.engine(), [plainly(run)])[run.sequence_id].tokens
-        )
+        same(got[run.sequence_id], expected[run.sequence_id])
+        assert got[run.sequence_id].drafted_tokens > 38
 
 
 def test_the_pace_follows_acceptance() -> None:
