@@ -17,6 +17,8 @@ from scheduler.messages import Params
 MAX_LOGPROBS = 20
 _INT64 = (1 << 63) - 1
 _EXIT_KV = ("complete", "copy")
+MAX_DRAFT_AHEAD = 64  # tokens
+MAX_BRANCHES = 16  # of a tree, after each token
 _EXIT_KINDS = ("gate", "latent", "kl")
 _LATENT_THRESHOLD = 0.03  # relative change of the state
 _ID = re.compile(r"[0-9]{1,10}")
@@ -76,33 +78,46 @@ def read_seed(fields: Fields) -> int | None:
 def read_speculation(
     fields: Fields, model: ServedModel, params: Params, kind: str, loops_name: str = "verify_loops"
 ) -> Params:
-    """`params` with chain or tree speculation: draft at `draft_loops`, verify at `verify_loops`.
+    """`params` with speculation: draft at `draft_loops`, verify at `verify_loops`.
+
+    `kind`: chain, tree or pipelined; a chain may be asked to be pipelined by `mode`.
 
     Raises:
         ApiError: 400; a bad value, or a combination that makes tokens sequential in depth.
     """
     card = model.card
-    loops = fields.integer(loops_name, params.loops, model.loops_min, model.loops_max)
     if not card.get("speculation", True):
         raise unsupported("draft_loops", "this artifact cannot be decoded speculatively")
+    loops = fields.integer(loops_name, params.loops, model.loops_min, model.loops_max)
+    if loops < 2:
+        raise fields.wrong(loops_name, "must be at least 2: a draft has fewer loops than its check")
+    if kind == "chain":
+        kind = fields.choice("mode", "chain", ("chain", "pipelined"))
     if params.warm_start:
         raise invalid("warm_start", "'warm_start' cannot be combined with speculation")
     if params.exit_kind == "kl" and card.get("has_coda"):
         raise invalid(
             "exit_threshold", "the KL exit of an artifact with a coda excludes speculation"
         )
-    if loops < 2:
-        raise fields.wrong(loops_name, "must be at least 2: a draft has fewer loops than its check")
+    if params.exit_kind != "none" and kind == "pipelined":
+        raise invalid("mode", "'mode' pipelined cannot be combined with an adaptive exit")
     values: dict[str, Any] = {
         "loops": loops,
         "speculation": kind,
         "draft_loops": fields.integer("draft_loops", max(1, loops // 4), 1, loops - 1),
-        "draft_ahead": fields.integer("draft_ahead", 0, 0, 64),
+        "draft_ahead": _draft_ahead(fields),
         "min_loops": min(params.min_loops, loops),
     }
     if kind == "tree":
-        values["branches"] = fields.integer("K_branches", 2, 1, 16)
+        values["branches"] = fields.integer("K_branches", 2, 1, MAX_BRANCHES)
     return replace(params, **values)
+
+
+def _draft_ahead(fields: Fields) -> int:
+    """`draft_ahead` tokens, 0 for "auto" or if it is not given."""
+    if fields.raw("draft_ahead") == "auto":
+        return 0
+    return fields.integer("draft_ahead", 0, 0, MAX_DRAFT_AHEAD)
 
 
 def loop_warnings(params: Params, model: ServedModel) -> tuple[str, ...]:

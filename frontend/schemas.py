@@ -111,7 +111,7 @@ def completion(body: dict[str, Any], context: Context) -> Asked:
 
 
 def native(body: dict[str, Any], context: Context, speculation: str = "none") -> Asked:
-    """POST /generate, /generate/speculative (`chain`), /generate/tree_speculative (`tree`).
+    """POST /generate, /generate/speculative (`chain`, by `mode` pipelined), /generate/tree_speculative (`tree`).
 
     Raises:
         ApiError: 400 naming the field, unknown ones included.

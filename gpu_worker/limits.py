@@ -133,7 +133,7 @@ def card(
         "max_seq_len": limits.max_seq_len,
         "kv_modes": list(limits.kv_modes),
         "kv_mode_default": limits.kv_modes[0],
-        "speculation": True,
+        "speculation": limits.loops_max > 1,
         "numerics_id": numerics,
         "block_size": BLOCK_SIZE,
         "max_rows": limits.max_rows,

@@ -124,8 +124,12 @@ def check_params(p: Params) -> None:
     _require(len(p.kv_cache_mode) <= MAX_TEXT, "kv_cache_mode: unknown")
     _require(p.speculation in SPECULATIONS, f"speculation: one of {', '.join(SPECULATIONS)}")
     _require(0 <= p.draft_loops <= p.loops, "draft_loops: at most the loops that verify")
-    _require(0 <= p.draft_ahead <= 1024, "draft_ahead: 0 to 1024")
-    _require(0 <= p.branches <= 1024, "K_branches: 0 to 1024")
+    _require(0 <= p.draft_ahead <= 64, "draft_ahead: 0 to 64")
+    _require(0 <= p.branches <= 16, "K_branches: 0 to 16")
+    if p.speculation != "none":
+        _require(p.loops >= 2, "verify_loops: 2 or more, drafts take fewer")
+        _require(1 <= p.draft_loops < p.loops, f"draft_loops: 1 to {p.loops - 1}")
+        _require(p.branches >= 1 or p.speculation != "tree", "K_branches: 1 to 16")
 
 
 def _check_sequence(sequence: SequenceSpec, submit: Submit) -> None:

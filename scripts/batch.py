@@ -239,7 +239,9 @@ def main() -> int:
     parser.add_argument("--errors", type=Path, help="lines that failed (INPUT.errors.jsonl)")
     parser.add_argument("--window", type=int, default=32, help="requests in flight (32)")
     parser.add_argument("--priority", type=int, default=10, help="of lines without one (10)")
-    parser.add_argument("--speculation", choices=("none", "chain", "tree"), default="none")
+    parser.add_argument(
+        "--speculation", choices=("none", "chain", "tree", "pipelined"), default="none"
+    )
     parser.add_argument(
         "--wait", type=float, default=60.0, help="seconds to wait for an engine (60)"
     )

@@ -244,6 +244,34 @@ def test_a_draft_needs_a_deeper_check(play: Any) -> None:
     play(scenario)
 
 
+def test_a_chain_may_be_pipelined(play: Any) -> None:
+    async def scenario(site: Site) -> None:
+        body = {**TEXT, "mode": "pipelined", "draft_loops": 1, "draft_ahead": "auto"}
+        for path in ("/generate/speculative", "/v1/completions"):
+            assert (await site.post(path, body)).status == 200
+            params = site.engine.specs[-1].params
+            assert (params.speculation, params.draft_loops, params.draft_ahead) == (
+                "pipelined",
+                1,
+                0,
+            )
+        for wrong, param in [
+            ({"mode": "fast"}, "mode"),
+            ({"exit_kind": "latent"}, "mode"),
+            ({"draft_ahead": 65}, "draft_ahead"),
+            ({"draft_ahead": "soon"}, "draft_ahead"),
+        ]:
+            answer = await site.post("/generate/speculative", {**body, **wrong})
+            assert (answer.status, answer.error["param"]) == (400, param), answer.text
+        answer = await site.post("/generate/tree_speculative", {**TEXT, "K_branches": 17})
+        assert (answer.status, answer.error["param"]) == (400, "K_branches")
+        for path in ("/generate", "/generate/tree_speculative"):
+            answer = await site.post(path, {**TEXT, "mode": "pipelined"})
+            assert (answer.status, answer.error["param"]) == (400, "mode")
+
+    play(scenario)
+
+
 def test_a_calls_arguments_that_are_no_unicode_text_are_a_400(play: Any) -> None:
     async def scenario(site: Site) -> None:
         call = {"function": {"name": "f", "arguments": '{"city": "\\ud800"}'}}

@@ -43,7 +43,9 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"prompt_logprobs": -2}, {"cache_window": -1}, {"exit_kind": "never"}, {"exit_kind": "kl"},
     {"exit_threshold": NAN}, {"min_loops": 0}, {"min_loops": 3}, {"exit_kv": "drop"}, {"init_seed": -1},
     {"kv_cache_mode": "fp64"}, {"speculation": "magic"}, {"draft_loops": 3}, {"draft_loops": -1},
-    {"draft_ahead": -1}, {"branches": -1}, {"branches": HUGE},
+    {"draft_ahead": -1}, {"draft_ahead": 65}, {"branches": -1}, {"branches": HUGE},
+    {"speculation": "chain"}, {"speculation": "pipelined", "draft_loops": 2}, {"speculation": "tree", "draft_loops": 1},
+    {"speculation": "chain", "draft_loops": 1, "loops": 1},
 ]  # fmt: skip
 
 BAD_SUBMITS: list[dict[str, Any]] = [
