@@ -12,7 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from scheduler.config import Settings
+from frontend.api_keys import read_keys
+from scheduler.config import BadSetting, Settings, exit_bad_setting
+from scheduler.transport import TransportError, Wire
 
 _METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -33,6 +35,11 @@ def _prepare_metrics_dir(run_dir: Path) -> None:
 
 
 _settings = Settings.from_env_or_exit(os.environ)
+try:  # what every web process would fail at, one after the other
+    Wire.from_settings(_settings, "client")
+    read_keys(_settings.api_keys_file)
+except (BadSetting, TransportError) as ex:
+    exit_bad_setting(ex)
 _prepare_metrics_dir(Path(_settings.run_dir))
 
 bind = (

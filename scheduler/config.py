@@ -136,7 +136,8 @@ def _names(env: str, about: str) -> Any:
 
 def _address(env: str, name: str, about: str) -> Any:
     def parse(text: str) -> str:
-        if not re.fullmatch(r"ipc:///\S+|tcp://\S+:[0-9]{1,5}", text):
+        found = re.fullmatch(r"ipc:///\S+|tcp://\S+:([0-9]{1,5})", text)
+        if found is None or not 1 <= int(found[1] or 1) <= 65535:
             raise ValueError
         return text
 
@@ -326,8 +327,8 @@ class Settings:
 VARIABLES: dict[str, Variable] = {f.name: f.metadata["variable"] for f in fields(Settings)}
 
 
-def exit_bad_setting(ex: BadSetting) -> NoReturn:
-    """Prints the one line of `ex` and ends the process so that its supervisor does not start it again."""
+def exit_bad_setting(ex: Exception) -> NoReturn:
+    """Prints the one line of `ex` (a `BadSetting`, or of whoever tried to use one) and ends the process so that its supervisor does not start it again."""
     print(f"bad setting: {ex}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_BAD_SETTING)
 

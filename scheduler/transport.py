@@ -80,11 +80,14 @@ def prepare_run_dir(path: Path) -> None:
     """Make the run directory (0700) or check that the one there is ours alone. Peers check too: they send prompts into it.
 
     Raises:
-        TransportError: it is a link, belongs to someone else or is open to others.
+        TransportError: it cannot be made, is a link, belongs to someone else or is open to others.
     """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=True)
+        found = path.lstat()
+    except OSError as ex:
+        raise TransportError(f"TINYLOOP_RUN_DIR {path} cannot be made: {ex.strerror}") from None
     if not stat.S_ISDIR(found.st_mode):
         raise TransportError(f"TINYLOOP_RUN_DIR {path} is not a directory")
     if found.st_uid != os.geteuid():
@@ -101,10 +104,13 @@ def lock_run_dir(path: Path) -> IO[str]:
     A second bind on the same ipc path would succeed and steal new connections, so the lock comes before any bind.
 
     Raises:
-        TransportError: another scheduler holds it.
+        TransportError: another scheduler holds it, or nothing can be written there.
     """
     prepare_run_dir(path)
-    lock = open(path / "scheduler.lock", "a+", encoding="ascii")  # noqa: SIM115 (the caller holds it)
+    try:
+        lock = open(path / "scheduler.lock", "a+", encoding="ascii")  # noqa: SIM115 (the caller holds it)
+    except OSError as ex:
+        raise TransportError(f"TINYLOOP_RUN_DIR {path} cannot be used: {ex.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

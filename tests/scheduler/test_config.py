@@ -74,6 +74,8 @@ def test_values_are_converted_to_the_type_of_their_field() -> None:
         ("TINYLOOP_DEVICE", "tpu", "auto, cuda, cpu"),
         ("TINYLOOP_KV_FORMAT", "fp8", "h_int4"),
         ("TINYLOOP_SUBMIT_ADDR", "udp://x:1", "tcp://HOST:PORT"),
+        ("TINYLOOP_BEATS_ADDR", "tcp://127.0.0.1:65536", "tcp://HOST:PORT"),
+        ("TINYLOOP_BEATS_ADDR", "tcp://127.0.0.1:0", "tcp://HOST:PORT"),
         ("TINYLOOP_RUN_DIR", "/tmp/" + "x" * 110, "107 bytes"),
         ("TINYLOOP_RUN_DIR", "/tmp/" + "x" * 100, "107 bytes"),
         ("TINYLOOP_WORKERS_ADDR", "ipc:///tmp/" + "y" * 103, "107 bytes"),

@@ -315,8 +315,12 @@ def test_a_second_scheduler_on_the_run_directory_leaves_with_one_line(
 
 @pytest.mark.parametrize(
     "env",
-    [{"TINYLOOP_AGEING_S": "soon"}, {"TINYLOOP_SUBMIT_ADDR": "tcp://0.0.0.0:5555"}],
-    ids=["value", "keys"],
+    [
+        {"TINYLOOP_AGEING_S": "soon"},
+        {"TINYLOOP_SUBMIT_ADDR": "tcp://0.0.0.0:5555"},
+        {"TINYLOOP_RUN_DIR": "/proc/no/such"},
+    ],
+    ids=["value", "keys", "directory"],
 )
 def test_a_bad_setting_is_one_line_and_78(settings: Settings, env: dict[str, str]) -> None:
     with Process(settings, **env) as process:

@@ -165,18 +165,27 @@ def test_no_control_socket_is_made(web: Web) -> None:
     assert sockets == [] and not any(path.is_socket() for path in web.run_dir.rglob("*"))
 
 
-def test_a_bad_setting_ends_the_master_with_78_and_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("env", "value", "line"),
+    [
+        ("TINYLOOP_WEB_PROCESSES", "0", "=0: expected an integer from 1 to 256"),
+        ("TINYLOOP_API_KEYS_FILE", "/dev/null", "=/dev/null: expected a file with at least one key"),
+        ("TINYLOOP_RUN_DIR", "/proc/no/such", " /proc/no/such cannot be made: No such file or directory"),
+        ("TINYLOOP_RUN_DIR", "/dev/null", " /dev/null is not a directory"),
+    ],
+)  # fmt: skip
+def test_a_bad_setting_ends_the_master_with_78_and_one_line(
+    tmp_path: Path, env: str, value: str, line: str
+) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gunicorn", "-c", "frontend/gunicorn_conf.py", "none:app"],
         cwd=ROOT,
-        env={**os.environ, "TINYLOOP_WEB_PROCESSES": "0"},
+        env={**os.environ, "TINYLOOP_RUN_DIR": str(tmp_path / "run"), env: value},
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert done.returncode == 78
-    line = "bad setting: TINYLOOP_WEB_PROCESSES=0: expected an integer from 1 to 256\n"
-    assert done.stderr == line
+    assert (done.returncode, done.stderr) == (78, f"bad setting: {env}{line}\n")
 
 
 def _is_port_free(port: int) -> bool:

@@ -166,6 +166,14 @@ def test_a_run_directory_that_others_can_read_is_refused(keepers: Keepers) -> No
     assert "TINYLOOP_RUN_DIR=" in keepers.output.read_text()
 
 
+def test_a_run_directory_that_cannot_be_made_is_one_line(keepers: Keepers) -> None:
+    keepers.run_dir = Path("/proc/no/such")
+    keeper = keepers.start("web", "note; exec sleep 60")
+    assert keeper.wait(10) == 78
+    (line,) = keepers.output.read_text().splitlines()
+    assert line.startswith("bad setting: TINYLOOP_RUN_DIR=/proc/no/such: expected a directory")
+
+
 def test_what_ignores_term_is_killed_with_all_its_children(keepers: Keepers) -> None:
     script = f"trap '' TERM; note; sleep 60 & echo worker $! >> {keepers.starts}; wait"
     keeper = keepers.start("worker", script)
