@@ -301,10 +301,10 @@ class KVCache:
     def bytes_per_token(self, loops: int, num_positions: int) -> float:
         """Bytes per token of a sequence of that many positions whose last block is open; its blocks are taken and given back."""
         slot = self.open(loops)
-        self.extend(slot, num_positions - 1)
-        self.settle(slot, num_positions - 1)
-        self.fold(slot, num_positions - 1)
-        self.extend(slot, num_positions)
+        for end in (*range(BLOCK_SIZE, num_positions, BLOCK_SIZE), num_positions):
+            self.extend(slot, end)
+            self.settle(slot, end - 1)
+            self.fold(slot, end - 1)
         total = self.slot_bytes(slot)
         self.close(slot)
         return total / num_positions

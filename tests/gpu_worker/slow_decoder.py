@@ -19,7 +19,7 @@ from tests.gpu_worker.engine_helpers import engine_weights
 class Slow:
     """One sequence decoded from its definition, one position after the other; what each (layer, loop) keeps is a list by position.
 
-    An entry is (exact form, stored form) of what the KV format keeps: of k and v together, or of the attention's input.
+    An entry is k and v together, as they are after a round trip through the KV format's exact and stored forms.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class Slow:
     def keep(self, at: str, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.kv_format in ("h", "h_int4"):
             group = max(g for g in range(2, 129, 2) if x.shape[1] % g == 0)
-            return x.half().float(), cut(x, "int4" if self.kv_format == "h_int4" else "fp16", group)
+            stored = cut(x, "int4" if self.kv_format == "h_int4" else "fp16", group)
+            exact = self.keys_and_values(at, x.half().float(), self.position)
+            return exact, self.keys_and_values(at, stored, self.position)
         kv = self.keys_and_values(at, x, self.position)
         if self.kv_format == "fp32":
             return kv, kv
@@ -82,8 +84,7 @@ class Slow:
         ):
             loop = self.how.loops
         exact, stored = self.kept[at, loop][j]
-        form = exact if is_own or j < 4 else stored
-        return self.keys_and_values(at, form, j) if self.kv_format in ("h", "h_int4") else form
+        return exact if is_own or j < 4 else stored
 
     def stage(self, stage: str, loop: int, x: Tensor) -> Tensor:
         """One token (1, d) through the layers of a stage; appends or replaces its K and V at this loop."""

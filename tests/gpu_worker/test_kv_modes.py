@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from gpu_worker.artifact_errors import ArtifactError
@@ -154,6 +155,17 @@ def test_a_sequences_bytes_add_up(kv_share: str) -> None:
     )  # fmt: skip
     cache.close(slot)
     assert cache.pool.num_used == cache.copies.num_used == cache.sinks.num_used == 0
+
+
+def test_the_card_says_what_the_allocator_says(shared: Path) -> None:
+    """At full context, with no more exact copies at hand than a worker of one row has."""
+    engine = make_engine(shared, "alibi", kv_format="int8", max_rows=1, prefill_chunk=64)
+    cache, card = engine.cache, msgpack.unpackb(engine.card)
+    assert cache.copies.num_blocks < cache.pool.num_blocks and cache.pool.num_used == 0
+    height = cache.num_extra_tables + engine.limits.loops_default
+    total = height * (4 * cache.block_bytes + cache.form.copy_bytes + cache.form.sink_bytes + 4 * 8)
+    assert card["kv_bytes_per_token"]["int8"] == round(total / 256)
+    assert engine.series()["kv_bytes_per_token"] == total / 256
 
 
 def test_a_mode_that_an_artifact_cannot_use_is_an_error_at_start(shared: Path) -> None:
