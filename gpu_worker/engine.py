@@ -17,12 +17,12 @@ from torch import Tensor
 from gpu_worker import limits, sampler, speculative
 from gpu_worker.artifact import Artifact, model_card
 from gpu_worker.batch import Batch, Work
+from gpu_worker.drawing import Drawing, draw
 from gpu_worker.exits import is_sequential
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
 from gpu_worker.prefixes import PrefixStore
-from gpu_worker.sampler import Draw
 from gpu_worker.sequence import Sequence
 from gpu_worker.speculative import Guess
 from kernels.layout import BLOCK_SIZE
@@ -44,31 +44,6 @@ class StepResult:
     cached_positions: int = 0
     core_passes: int = 0
     step_ms: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Drawing:
-    """A work with the draws that its rows are for: `rows` in the batch, from `first` on in the logits, one token each.
-
-    `kept` are those of its tokens, by index, that come next in the sequence, in order; `reason` is set if the last of them ends it.
-    """
-
-    work: Work
-    draws: list[Draw]
-    rows: list[int]
-    first: int = 0
-    tokens: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
-    reason: str = ""
-
-    def accept(self) -> None:
-        """Appends what counts of the drawn tokens to the sequence, up to one that ends it."""
-        order = self.work.follow(self.tokens) if isinstance(self.work, Guess) else [0]
-        for i in order:
-            self.kept.append(i)
-            self.reason = self.work.sequence.append(self.tokens[i])
-            if self.reason:
-                return
 
 
 class Engine:
@@ -320,15 +295,18 @@ class Engine:
         self._result.core_passes = draft_passes + batch.core_passes
         self._totals["core_passes"] += self._result.core_passes
         self._totals["exit_head_reads"] += batch.num_head_reads
-        drawing = []
+        drawings = []
         for work, part in batch.parts():
             if isinstance(work, Guess):
                 work.take(batch, part)
-                drawing.append(_Drawing(work, work.draws(), list(range(part.start, part.stop))))
+                drawings.append(Drawing(work, work.draws(), list(range(part.start, part.stop))))
             elif self._take(work, batch, part):
-                drawing.append(_Drawing(work, [work.sequence.draw()], [part.stop - 1]))
-        if drawing:
-            self._draw(drawing, batch.logits(self.model, [row for d in drawing for row in d.rows]))
+                drawings.append(Drawing(work, [work.sequence.draw()], [part.stop - 1]))
+        if drawings:
+            logits = batch.logits(self.model, [row for d in drawings for row in d.rows])
+            draw(self.model.ops, logits, drawings)
+        for drawing in drawings:
+            self._hand_out(drawing)
 
     def _take(self, work: Work, batch: Batch, part: slice) -> bool:
         """The tokens of a plain work are in the cache; whether the next one is to be drawn."""
@@ -346,32 +324,15 @@ class Engine:
         sequence.core_loops += int(batch.computed_loops[part.stop - 1])
         return True
 
-    def _draw(self, drawing: list[_Drawing], logits: Tensor) -> None:
-        """The next tokens of each sequence from its rows of logits: of a guess, as many as the full depth confirms."""
-        ops = self.model.ops
-        drawn = sampler.choose(ops, logits, [draw for d in drawing for draw in d.draws])
-        first = 0
-        for d in drawing:
-            d.tokens, d.first = drawn[first : first + len(d.draws)], first
-            d.accept()
-            first += len(d.draws)
-        scored = [d for d in drawing if d.work.sequence.params.logprobs >= 0]
-        rows = [d.first + i for d in scored for i in d.kept]
-        found: list[TokenLogprob] = []
-        if rows:
-            num_top = [d.work.sequence.params.logprobs for d in scored for _ in d.kept]
-            part = logits[torch.tensor(rows)]
-            found = sampler.log_probabilities(ops, part, [drawn[row] for row in rows], num_top)
-        for d in drawing:
-            sequence = d.work.sequence
-            logprobs = found[: len(d.kept)] if d in scored else []
-            found = found[len(logprobs) :]
-            if d.kept:
-                self._report(sequence, [d.tokens[i] for i in d.kept], logprobs, d.reason)
-            if d.reason:
-                self._end(sequence)
-            elif isinstance(d.work, Guess):
-                d.work.commit(self.cache, len(d.kept))
+    def _hand_out(self, drawing: Drawing) -> None:
+        """Reports a sequence's new tokens, ends it or makes its cache fit them."""
+        sequence = drawing.work.sequence
+        if drawing.tokens:
+            self._report(sequence, drawing.tokens, drawing.logprobs, drawing.reason)
+        if drawing.reason:
+            self._end(sequence)
+        elif isinstance(drawing.work, Guess):
+            drawing.work.commit(self.cache, len(drawing.tokens))
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Ends a sequence that needs no further token: nothing was asked for, or a replay was already at its end."""

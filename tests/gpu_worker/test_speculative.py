@@ -244,7 +244,7 @@ def test_all_outcomes_of_a_round_occur_and_the_books_are_exact(
                     assert output.rounds == 1 and len(output.tokens) == output.accepted_tokens + 1
                     kind = {0: "none", ahead: "full"}.get(output.accepted_tokens, "partial")
                     outcomes[kind] += 1
-                    levels = {"chain": 3, "tree": 3 + 8 + 8}[way]
+                    levels = {"chain": 3, "tree": 3 + 4 + 4}[way]
                     if num_tokens < 60 - ahead:
                         assert output.drafted_tokens == levels
                         assert result.core_passes == ahead * WAYS[way]["draft_loops"] + LOOPS
