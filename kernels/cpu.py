@@ -173,7 +173,9 @@ def store_kv(
     """Writes each row's K and V, from qkv (n, (H + 2 Hkv) Dh), to the row's place in layer `layer` of its block."""
     num_heads, num_kv, dim = heads
     if isinstance(cache, CutCache):
-        _store_cut(qkv, num_heads * dim, (num_heads + num_kv) * dim, num_kv, dim, cache, layer, paging)
+        _store_cut(
+            qkv, num_heads * dim, (num_heads + num_kv) * dim, num_kv, dim, cache, layer, paging
+        )
         return
     arrays = _arrays(paging)
     split(

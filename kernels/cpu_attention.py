@@ -39,7 +39,9 @@ def make_tiles(slots, tables, max_rows):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def store(low, high, qkv, num_heads, dim, keys, values, layer, slots, tables, places, block_tables):  # type: ignore[no-untyped-def]
     num_kv = keys.shape[2]
-    for h in range(num_kv):  # outside: a head's 64 lines of keys stay in the processor's cache from row to row
+    for h in range(
+        num_kv
+    ):  # outside: a head's 64 lines of keys stay in the processor's cache from row to row
         for r in range(low, high):
             block = block_tables[slots[r], tables[r], places[r] // BLOCK_SIZE]
             offset = places[r] % BLOCK_SIZE
