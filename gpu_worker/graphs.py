@@ -23,6 +23,7 @@ from kernels.linear import CLUSTERS, HeadShape, Launch
 
 _BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
 _SHARE_BYTES = 109 * 1024  # of those, weights
+_SM_BYTES = 227 * 1024  # the most that one block can have
 
 
 @dataclass(frozen=True)
@@ -74,20 +75,28 @@ CHECKED_SPECS = {
 }
 
 
-def launches_to_try(spec: DecodeSpec, rows: int) -> dict[str, dict[str, Launch]]:
+def launches_to_try(spec: DecodeSpec, rows: int) -> dict[str, dict[str, Launch | AttentionLaunch]]:
     """Other launch shapes worth a measurement, by name (`scripts/gpu_check.py --try`)."""
     shapes, tiles = product_shapes(spec), column_tiles_for(rows)
     one = 1 if rows == 1 else 0
+
+    def attend(cluster: int, warps: int, stages: int) -> dict[str, Launch | AttentionLaunch]:
+        launch = AttentionLaunch(spec.attention, cluster, warps, stages, shapes["o"], tiles)
+        return {"attention": launch}
+
     if rows <= 8:
         return {
-            "gate_up in 4 rounds": {"gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 2, one)},
+            "attention on 2 blocks": attend(2, 4, 3),
+            "attention on 4 blocks": attend(4, 4, 3),
+            "gate_up in 4 rounds": {
+                "gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 2, one)
+            },
             "gate_up in 4 rounds, 3 stages": {
                 "gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 3, one)
             },
         }
     return {
-        "qkv on 15 clusters": {"qkv": Launch(shapes["qkv"], 20, 10, tiles, True)},
-        "qkv in 2 rounds": {"qkv": Launch(shapes["qkv"], 10, 10, tiles, True, 2)},
+        "attention with 8 warps": attend(1, 8, 3),
         "gate_up in 7 rounds": {"gate_up": Launch(shapes["gate_up"], 6, 6, tiles, True, 2)},
     }
 
@@ -115,12 +124,19 @@ def product_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
     push = Launch(shape, tiles, num_warps, column_tiles, True, 1, max_rows)
     if push.shared_bytes <= _BLOCK_BYTES:
         return push
-    if column_tiles <= 2:
-        return Launch(shape, tiles, num_warps, column_tiles, False)
+    pull = replace(push, is_push=False, max_rows=0)
+    if column_tiles <= 2 and pull.shared_bytes <= _BLOCK_BYTES:
+        return pull
     if shape.num_tiles > 24 * CLUSTERS and shape.sub_slices == 1:
         # Too much for one block each: rounds through a ring.
         return Launch(shape, 9, 9, column_tiles, True, 2)
-    return Launch(shape, tiles, num_warps, column_tiles, False)
+    # One block a multiprocessor, all in one wave.
+    tiles = -(-shape.num_tiles // CLUSTERS)
+    if shape.sub_slices > 1:
+        return Launch(shape, tiles, tiles * shape.sub_slices, column_tiles, False)
+    tiles += tiles % 2
+    push = Launch(shape, tiles, tiles // 2, column_tiles, True)
+    return push if push.shared_bytes <= _SM_BYTES else replace(push, is_push=False)
 
 
 def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
@@ -162,7 +178,9 @@ def column_tiles_for(rows: int) -> int:
 
 
 def step_kernels(
-    spec: DecodeSpec, rows: int, instead: Mapping[str, Launch] | None = None
+    spec: DecodeSpec,
+    rows: int,
+    instead: Mapping[str, Launch | AttentionLaunch] | None = None,
 ) -> tuple[dict[str, Variant], dict[str, tuple[int, int]]]:
     """The kernels of a step of `rows` rows, and their grids; `instead` has launches to try for single products."""
     column_tiles = column_tiles_for(rows)
@@ -170,8 +188,13 @@ def step_kernels(
     cut = {
         name: (head_launch if name == "head" else product_launch)(shape, column_tiles, rows)
         for name, shape in shapes.items()
-    } | dict(instead or {})
+    }
     attend, blocks_per_sm = attention_launch(spec, rows, shapes["o"], column_tiles)
+    for name, launch in (instead or {}).items():
+        if isinstance(launch, AttentionLaunch):
+            attend, blocks_per_sm = launch, 1
+        else:
+            cut[name] = launch
     angles = spec.head_dim // 2 if spec.is_rotary else 0
     variants = {
         "begin": step.begin_step(step.StepShape(spec.d_model, angles)),
@@ -260,7 +283,7 @@ class DecodeRunner:
         library: Library,
         *,
         is_overlapped: bool = True,
-        instead: Mapping[str, Launch] | None = None,
+        instead: Mapping[str, Launch | AttentionLaunch] | None = None,
     ) -> None:
         spec = weights.spec
         self.spec, self.weights, self.cache, self.rows = spec, weights, cache, rows
@@ -284,7 +307,9 @@ class DecodeRunner:
         tiles = column_tiles_for(rows)
         self.mixed, self.hidden = (
             torch.zeros(
-                layouts.packed_size(rows, weights.shapes[name], tiles), dtype=torch.half, device=device
+                layouts.packed_size(rows, weights.shapes[name], tiles),
+                dtype=torch.half,
+                device=device,
             )
             for name in ("o", "down")
         )
@@ -314,7 +339,9 @@ class DecodeRunner:
         for loop in range(spec.loops):
             for layer in range(spec.layers):
                 exact = self.cache.exact.data_ptr() + layer * spec.exact_block_bytes // spec.layers
-                stored = self.cache.stored.data_ptr() + layer * spec.stored_block_bytes // spec.layers
+                stored = (
+                    self.cache.stored.data_ptr() + layer * spec.stored_block_bytes // spec.layers
+                )
                 slots = self.slots.data_ptr() + loop * rows * 4
                 if "qkv" not in skip:
                     self._launch(
@@ -339,7 +366,16 @@ class DecodeRunner:
                     )  # fmt: skip
                 if "down" not in skip:
                     self._launch(
-                        "down", stream, w.address(f"{layer}.down"), hidden, 0, 0, rows, eps, x, squares
+                        "down",
+                        stream,
+                        w.address(f"{layer}.down"),
+                        hidden,
+                        0,
+                        0,
+                        rows,
+                        eps,
+                        x,
+                        squares,
                     )
         if "head" not in skip:
             self._launch(

@@ -68,7 +68,9 @@ from kernels.layouts import ProductShape, packed_place
 
 STREAMS = 16
 NO_WINDOW = 1 << 30
-_NEVER = -1.0e30  # the score of a masked position: finite, so that an empty stream merges as nothing
+_NEVER = (
+    -1.0e30
+)  # the score of a masked position: finite, so that an empty stream merges as nothing
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class AttentionLaunch:
 
     @property
     def stage_bytes(self) -> int:
-        return max(self.shape.chunk_bytes, self.shape.stored_bytes if self.shape.format == "int4" else 0)
+        return max(
+            self.shape.chunk_bytes, self.shape.stored_bytes if self.shape.format == "int4" else 0
+        )
 
     @property
     def result_floats(self) -> int:
@@ -463,7 +467,12 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         raise ValueError(f"{shape} does not fit clusters of {launch.cluster}")
     is_int4, no_window = shape.format == "int4", NO_WINDOW
     stages, num_warps, cluster = launch.stages, launch.num_warps, launch.cluster
-    warp_streams, n_kv, group, dim = launch.warp_streams, shape.n_kv_heads, shape.group, shape.head_dim
+    warp_streams, n_kv, group, dim = (
+        launch.warp_streams,
+        shape.n_kv_heads,
+        shape.group,
+        shape.head_dim,
+    )
     stage_bytes, chunk_bytes = launch.stage_bytes, shape.chunk_bytes
     stored_bytes = shape.stored_bytes if is_int4 else chunk_bytes
     stored_parts = 2 if is_int4 else 4
@@ -523,7 +532,10 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                     source = exact if is_exact else stored + wide(entry) * block_bytes
                     mbarrier_expect(bars + slot * 8, num_bytes)
                     bulk_copy(
-                        ring + slot * stage_bytes, source + part * num_bytes, num_bytes, bars + slot * 8
+                        ring + slot * stage_bytes,
+                        source + part * num_bytes,
+                        num_bytes,
+                        bars + slot * 8,
                     )
                 loads += 1
                 part += 1

@@ -89,7 +89,9 @@ def compile_ptx(variant: Variant) -> str:
         raise RuntimeError(f"{variant.name}: no entry point in the PTX")
     ptx = str(ptx).replace(entry.group(1), variant.name)
     ptx = ptx.replace(
-        ".address_size 64\n", ".address_size 64\n\n.extern .shared .align 128 .b8 dynamic_shared[];\n", 1
+        ".address_size 64\n",
+        ".address_size 64\n\n.extern .shared .align 128 .b8 dynamic_shared[];\n",
+        1,
     )
     return _with_launch_bound(ptx, variant)
 
@@ -196,7 +198,10 @@ def _intrinsic(name: str, num_args: int, returns: Any, emit: Callable[..., Any])
     # numba reads the number of arguments from the function, so it needs one of that very shape.
     names = ", ".join(f"a{i}" for i in range(num_args))
     scope: dict[str, Any] = {"typing": typing}
-    exec(f"def {name}(typingctx, {names}):\n    return typing(typingctx, ({names}{',' * bool(names)}))", scope)
+    exec(
+        f"def {name}(typingctx, {names}):\n    return typing(typingctx, ({names}{',' * bool(names)}))",
+        scope,
+    )
     return intrinsic(scope[name])
 
 

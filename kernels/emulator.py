@@ -29,22 +29,42 @@ class Warp:
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(32, timeout=_WAIT_S)
-        self._slots: list[Any] = [None] * 32
+        # Two sets: a thread may give to the next exchange while another still reads the last one.
+        self._given: list[list[Any]] = [[None] * 32, [None] * 32]
+        self._made: list[Any] = [None, None]
+        self._turns = [0] * 32
+
+    def collective(self, value: Any, make: Callable[[list[Any]], Any]) -> Any:
+        """Every lane gives a value; what one of them makes of all 32 goes to all."""
+        lane = current().lane
+        turn = self._turns[lane] & 1
+        self._turns[lane] += 1
+        self._given[turn][lane] = value
+        if self.barrier.wait() == 0:
+            self._made[turn] = make(self._given[turn])
+        self.barrier.wait()
+        return self._made[turn]
 
     def exchange(self, value: Any) -> list[Any]:
         """Every lane gives a value and gets all 32."""
-        self._slots[current().lane] = value
+        lane = current().lane
+        turn = self._turns[lane] & 1
+        self._turns[lane] += 1
+        self._given[turn][lane] = value
         self.barrier.wait()
-        values = list(self._slots)
-        self.barrier.wait()
-        return values
+        return self._given[turn]
 
 
 class Block:
     """A block's shared memory, barrier and place in the grid."""
 
     def __init__(
-        self, index: tuple[int, int], grid: tuple[int, int], rank: int, num_threads: int, shared: int
+        self,
+        index: tuple[int, int],
+        grid: tuple[int, int],
+        rank: int,
+        num_threads: int,
+        shared: int,
     ) -> None:
         self.index = index
         self.grid = grid
@@ -52,7 +72,7 @@ class Block:
         self.shared = np.full(SHARED_BASE + shared, 0xFF, dtype=np.uint8)
         self.barrier = threading.Barrier(num_threads, timeout=_WAIT_S)
         self.warps = [Warp() for _ in range(num_threads // 32)]
-        self.mbarriers: dict[int, dict[str, Any]] = {}
+        self.mbarriers: dict[int, MemoryBarrier] = {}
         self.lock = threading.Condition()
 
 
@@ -138,9 +158,7 @@ def atomic_add(address: int, value: int) -> int:
 
 
 def _shared(address: int, num_bytes: int) -> tuple[np.ndarray, int]:
-    thread = current()
-    rank, offset = address >> _RANK_SHIFT, address & ((1 << _RANK_SHIFT) - 1)
-    block = thread.cluster[rank - 1] if rank else thread.block
+    block, offset = _at(address)
     if offset % min(num_bytes, 16):
         raise ValueError(f"shared address {offset} is not aligned to {num_bytes} bytes")
     if offset < SHARED_BASE or offset + num_bytes > block.shared.size:
@@ -174,19 +192,55 @@ def map_shared(address: int, rank: int) -> int:
     return (rank + 1) << _RANK_SHIFT | address
 
 
+class MemoryBarrier:
+    """Counts arrivals and bytes; copies that it announces land when somebody waits for them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.phase = 0
+        self._pending = count
+        self._num_bytes = 0
+        self._copies: list[tuple[int, bytes]] = []
+        self.landing: list[tuple[int, bytes]] = []
+
+    def arrive(self, num_bytes: int = 0) -> None:
+        assert self._pending > 0, "memory barrier: more arrivals than it counts"
+        self._pending -= 1
+        self._num_bytes += num_bytes
+        self._settle()
+
+    def announce(self, shared: int, data: bytes) -> None:
+        self._copies.append((shared, data))
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._pending == 0 and self._num_bytes == sum(len(data) for _, data in self._copies):
+            self.landing += self._copies
+            self._copies, self._num_bytes, self._pending = [], 0, self.count
+            self.phase += 1
+
+
+def _at(address: int) -> tuple[Block, int]:
+    """The block and the offset of a shared address of the cluster."""
+    thread, rank = current(), address >> _RANK_SHIFT
+    return thread.cluster[rank - 1] if rank else thread.block, address & ((1 << _RANK_SHIFT) - 1)
+
+
 def mbarrier_init(address: int, count: int) -> None:
-    with current().block.lock:
-        current().block.mbarriers[address] = {
-            "count": count, "pending": count, "bytes": 0, "phase": 0, "copies": [],
-        }  # fmt: skip
+    current().block.mbarriers[address] = MemoryBarrier(count)
 
 
 def mbarrier_expect(address: int, num_bytes: int) -> None:
     block = current().block
     with block.lock:
-        barrier = block.mbarriers[address]
-        barrier["pending"] -= 1
-        barrier["bytes"] += num_bytes
+        block.mbarriers[address].arrive(num_bytes)
+        block.lock.notify_all()
+
+
+def mbarrier_arrive(address: int) -> None:
+    block, offset = _at(address)
+    with block.lock:
+        block.mbarriers[offset].arrive()
         block.lock.notify_all()
 
 
@@ -196,36 +250,27 @@ def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     data = read_global(address, num_bytes)
     block = current().block
     with block.lock:
-        block.mbarriers[barrier]["copies"].append((shared, data))
+        block.mbarriers[barrier].announce(shared, data)
         block.lock.notify_all()
 
 
 def store_async(address: int, data: bytes, barrier: int) -> None:
-    mask = (1 << _RANK_SHIFT) - 1
-    block = current().cluster[(address >> _RANK_SHIFT) - 1]
-    assert address >> _RANK_SHIFT == barrier >> _RANK_SHIFT, "data and barrier lie in different blocks"
+    (block, offset), (told, bar) = _at(address), _at(barrier)
+    assert block is told, "data and barrier lie in different blocks"
     with block.lock:
-        block.mbarriers[barrier & mask]["copies"].append((address & mask, data))
+        block.mbarriers[bar].announce(offset, data)
         block.lock.notify_all()
 
 
 def mbarrier_wait(address: int, parity: int) -> None:
     block = current().block
     with block.lock:
-
-        def is_done() -> bool:
-            barrier = block.mbarriers[address]
-            landed = sum(len(data) for _, data in barrier["copies"])
-            if barrier["pending"] == 0 and barrier["bytes"] == landed:
-                for shared, data in barrier["copies"]:
-                    write_shared(shared, data)
-                barrier.update(
-                    pending=barrier["count"], bytes=0, copies=[], phase=barrier["phase"] + 1
-                )
-            return bool(barrier["phase"] % 2 != parity)
-
-        if not block.lock.wait_for(is_done, timeout=_WAIT_S):
+        barrier = block.mbarriers[address]
+        if not block.lock.wait_for(lambda: barrier.phase % 2 != parity, timeout=_WAIT_S):
             raise TimeoutError(f"mbarrier {address}: parity {parity} never completed")
+        for shared, data in barrier.landing:
+            write_shared(shared, data)
+        barrier.landing = []
 
 
 def run(

@@ -341,9 +341,7 @@ def store_shared_128(address: int, a: int, b: int, c: int, d: int) -> None:
 )
 def store_shared_128_if(address: int, a: int, b: int, c: int, d: int, condition: int) -> None:
     if condition:
-        emulator.write_shared(
-            address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d)))
-        )
+        emulator.write_shared(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
 
 
 @op("r", "rr", "atom.shared.add.u32 $0, [$1], $2;", memory=True)
@@ -519,6 +517,12 @@ def mbarrier_expect(address: int, num_bytes: int) -> None:
 )
 def mbarrier_wait(address: int, parity: int) -> None:
     emulator.mbarrier_wait(address, parity)
+
+
+@op("", "r", "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", memory=True)
+def mbarrier_arrive_cluster(address: int) -> None:
+    """Arrive at a memory barrier of a block of the cluster."""
+    emulator.mbarrier_arrive(address)
 
 
 @op(
@@ -768,23 +772,32 @@ def mma(
     a0: int, a1: int, a2: int, a3: int, b0: int, b1: int,
 ) -> Four:  # fmt: skip
     """c + A B for a 16x16 tile A (row major) and a 16x8 tile B, both fp16, spread over the warp."""
-    frags = emulator.current().warp.exchange((a0, a1, a2, a3, b0, b1))
-    row, pair = divmod(emulator.current().lane, 4)
-
-    def dot(r: int, c: int) -> float:
-        total = 0.0
-        for k in range(16):
-            a_bits = frags[4 * (r % 8) + k % 8 // 2][r // 8 + 2 * (k // 8)]
-            b_bits = frags[4 * c + k % 8 // 2][4 + k // 8]
-            total += _half(a_bits >> 16 * (k % 2)) * _half(b_bits >> 16 * (k % 2))
-        return total
-
+    thread = emulator.current()
+    product = thread.warp.collective((a0, a1, a2, a3, b0, b1), _tile_product)
+    row, column = divmod(thread.lane, 4)
+    column *= 2
     return (
-        _f32(c0 + dot(row, 2 * pair)),
-        _f32(c1 + dot(row, 2 * pair + 1)),
-        _f32(c2 + dot(row + 8, 2 * pair)),
-        _f32(c3 + dot(row + 8, 2 * pair + 1)),
+        _f32(c0 + product[row, column]),
+        _f32(c1 + product[row, column + 1]),
+        _f32(c2 + product[row + 8, column]),
+        _f32(c3 + product[row + 8, column + 1]),
     )
+
+
+def _tile_product(fragments: list[Any]) -> Any:
+    """A B in float64 from the registers of all 32 lanes."""
+    bits = np.array(fragments, dtype=np.int64).astype(np.uint32).view(np.float16)
+    # (lane g, lane t, register, half): a's registers are (low, high rows) of the low, then the high columns
+    parts = bits.reshape(8, 4, 6, 2).astype(np.float64)
+    a, b = np.zeros((16, 16)), np.zeros((16, 8))
+    for register in range(4):
+        rows, columns = 8 * (register & 1), 8 * (register >> 1)
+        a[rows : rows + 8, columns : columns + 8] = parts[:, :, register].reshape(8, 8)
+    for register in range(2):
+        b[8 * register : 8 * register + 8] = parts[:, :, 4 + register].reshape(8, 8).T
+    # columns of B that hold no row may be NaN; they must not reach others
+    with np.errstate(invalid="ignore"):
+        return a @ b
 
 
 @traced("f")

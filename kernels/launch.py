@@ -47,7 +47,12 @@ class Kernel:
         self._driver = driver
 
     def launch(
-        self, grid: tuple[int, int], args: Sequence[float], stream: int, *, is_overlapped: bool = True
+        self,
+        grid: tuple[int, int],
+        args: Sequence[float],
+        stream: int,
+        *,
+        is_overlapped: bool = True,
     ) -> None:
         """Put one launch on `stream` (a raw handle).
 

@@ -184,7 +184,9 @@ def value_place(position: Any, d: Any) -> Any:
     """Where element (position, d) of a block's values lies, in halves from the V part's start."""
     step = (d >> 4) * 4 + (position >> 4)
     lane = (d & 7) * 4 + ((position >> 1) & 3)
-    return (step * 32 + lane) * 8 + (((position >> 3) & 1) * 2 + ((d >> 3) & 1)) * 2 + (position & 1)
+    return (
+        (step * 32 + lane) * 8 + (((position >> 3) & 1) * 2 + ((d >> 3) & 1)) * 2 + (position & 1)
+    )
 
 
 def quantise_int4(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -224,7 +226,12 @@ def unpack_int4(packed: torch.Tensor, dim: int, *, is_value: bool) -> torch.Tens
     """What a stored K or V part stands for: (..., 64, dim) float32."""
     *lead, _ = packed.shape
     tiles, steps = (dim // 16, 4) if is_value else (4, dim // 16)
-    words = packed[..., : 32 * dim].contiguous().view(torch.int32).reshape(*lead, tiles, steps // 4, 32, 4)
+    words = (
+        packed[..., : 32 * dim]
+        .contiguous()
+        .view(torch.int32)
+        .reshape(*lead, tiles, steps // 4, 32, 4)
+    )
     shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=packed.device)
     numbers = (words.transpose(-1, -2)[..., None, None] >> shift) & 15
     flat = numbers.reshape(*lead, BLOCK * dim).float()

@@ -42,6 +42,7 @@ from kernels.intrinsics import (
     load_shared_128,
     load_shared_f32x2,
     map_shared,
+    mbarrier_arrive_cluster,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
@@ -58,7 +59,6 @@ from kernels.intrinsics import (
     shared_base,
     store_16_if,
     store_async_f32x2,
-    store_cluster_f32x2,
     store_f32_if,
     store_f32x2_if,
     store_shared_128_if,
@@ -73,6 +73,7 @@ from kernels.intrinsics import (
 from kernels.layouts import RANKS, ProductShape, key_place, packed_place, value_place
 
 CLUSTERS = 15  # clusters of 8 blocks that an H200 runs at a time with one block a multiprocessor
+_BARS = 40  # bytes of memory barriers: x has come, sums have come (2 buffers), buffers are free (2)
 _PULL_ROW = 80  # bytes of 8 pairs, padded so that the stores meet no bank twice
 
 
@@ -82,8 +83,8 @@ class Launch:
 
     `tiles` is what a cluster holds at a time, `rounds` how often (1: everything is in flight from the start; else
     a ring of `stages`), `num_warps` divides the work, `column_tiles` is the batch in eights. `is_push`: partials
-    are written to the owner's own memory (one cluster barrier); else they stay, over the spent weights, and the
-    owner fetches them (two barriers, less memory). `max_rows` below a column tile saves room for them.
+    are written to the owner's own memory and announce themselves there; else they stay, over the spent weights,
+    and the owner fetches them after a cluster barrier (slower, less memory). `max_rows` below a column tile saves room for them.
     """
 
     shape: ProductShape
@@ -134,12 +135,13 @@ class Launch:
 
     @property
     def shared_bytes(self) -> int:
-        return self.weight_bytes + self.x_bytes + self.partial_bytes + 8 * self.num_warps * self.stages + 16
-
-    @property
-    def is_async(self) -> bool:
-        """Whether partials announce themselves to their owner, so that no cluster barrier is needed."""
-        return self.is_push and self.rounds == 1
+        return (
+            self.weight_bytes
+            + self.x_bytes
+            + self.partial_bytes
+            + 8 * self.num_warps * self.stages
+            + _BARS
+        )
 
 
 def _check(launch: Launch) -> None:
@@ -184,7 +186,9 @@ def _make_multiply(launch: Launch) -> Any:
                 b = load_shared_128(x + (pair * columns + c) * 512)
                 for step in range(2):
                     for tile in range(tiles):
-                        acc[tile][c] = mma(*acc[tile][c], *a[tile][step], *b[2 * step : 2 * step + 2])
+                        acc[tile][c] = mma(
+                            *acc[tile][c], *a[tile][step], *b[2 * step : 2 * step + 2]
+                        )
         return tuple(value for row in acc for part in row for value in part)
 
     return multiply
@@ -212,11 +216,8 @@ def _make_send(launch: Launch) -> Any:
                         unit = m * count + tile0 + tile
                         local = base + (source * slots + (unit >> 3)) * 64 + g * 8
                         remote, pair = map_shared(local, unit & 7), (part[odd], part[odd + 2])
-                        if launch.is_async:
-                            there = map_shared(bar, unit & 7)
-                            store_async_f32x2(remote, *pair, there, num_rows - m)
-                        else:
-                            store_cluster_f32x2(remote, *pair, num_rows - m)
+                        there = map_shared(bar, unit & 7)
+                        store_async_f32x2(remote, *pair, there, num_rows - m)
 
         return send
 
@@ -282,14 +283,23 @@ def _make_stage_half(launch: Launch) -> Any:
             row, unit = quotient(at, units), remainder(at, units)
             column = (rank * units + unit) * 8
             is_row = less(at, num_items)
-            loads.append((load_128_if(x + (row * k + column) * 2, is_row & less(column, k)), row, unit, is_row))
+            loads.append(
+                (
+                    load_128_if(x + (row * k + column) * 2, is_row & less(column, k)),
+                    row,
+                    unit,
+                    is_row,
+                )
+            )
         for values, row, unit, is_row in loads:
             place = ((unit >> 2) * column_tiles + (row >> 3)) * 512
             place = place + ((row & 7) * 4 + (unit & 3)) * 16
             store_shared_128_if(shared + place, *values, is_row)
 
     @device_function
-    def stage(x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any) -> None:
+    def stage(
+        x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any
+    ) -> None:
         for first in range(thread_id(), rows * units, threads * batch):
             copy(x, shared, first, rank, rows * units)
 
@@ -299,10 +309,12 @@ def _make_stage_half(launch: Launch) -> Any:
 def _make_stage_packed(launch: Launch) -> Any:
     """x is fp16 in the order of `layouts.packed_place`: one bulk copy brings this block's piece."""
     x_bytes = launch.x_bytes
-    bar_at = launch.shared_bytes - 16
+    bar_at = launch.shared_bytes - _BARS
 
     @device_function
-    def stage(x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any) -> None:
+    def stage(
+        x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any
+    ) -> None:
         bar = shared_base() + bar_at
         if thread_id() == 0:
             fence_async()
@@ -323,7 +335,15 @@ def _make_stage_norm(launch: Launch) -> Any:
 
     @traced()
     def normalise(
-        x: Any, partials: Any, gain: Any, shared: Any, first: Any, lane: Any, rank: Any, rows: Any, eps: Any
+        x: Any,
+        partials: Any,
+        gain: Any,
+        shared: Any,
+        first: Any,
+        lane: Any,
+        rank: Any,
+        rows: Any,
+        eps: Any,
     ) -> None:
         in_row = []
         for i in range(batch):
@@ -369,7 +389,9 @@ def _make_stage_norm(launch: Launch) -> Any:
                 store_shared_128_if(shared + place, *halves, is_unit & is_row)
 
     @device_function
-    def stage(x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any) -> None:
+    def stage(
+        x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any
+    ) -> None:
         for first in range(thread_id() >> 5, rows, warps * batch):
             normalise(x, partials, gain, shared, first, thread_id() & 31, rank, rows, eps)
 
@@ -393,7 +415,9 @@ def _make_store(n: int, has_bias: bool) -> Any:
         return first, load_f32_if(e[1] + column * 4 + 4, is_real & less(column + 1, n))
 
     @traced(num_star=8)
-    def finish(ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any) -> None:
+    def finish(
+        ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any
+    ) -> None:
         column = tile * 16 + g * 2
         address = e[0] + (wide(m) * n + column) * 4
         is_first = is_real & less(column, n)
@@ -412,7 +436,9 @@ def _make_residual(n: int) -> Any:
         return load_f32x2_if(e[0] + (wide(m) * n + column) * 4, is_real & less(column, n))
 
     @traced(num_star=8)
-    def finish(ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any) -> None:
+    def finish(
+        ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any
+    ) -> None:
         column = tile * 16 + g * 2
         is_real = is_real & less(column, n)
         first, second = ready[0] + a, ready[1] + b
@@ -431,11 +457,17 @@ def _make_gated(d_ff: int, target: ProductShape, column_tiles: int) -> Any:
         return (int_to_f32(g),)
 
     @traced(num_star=8)
-    def finish(ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any) -> None:
+    def finish(
+        ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any
+    ) -> None:
         hidden = tile * 8 + g
         gate = a * reciprocal(exp2(a * -1.4426950408889634) + 1.0)
         out = pack_half2(gate * b, gate * b)
-        store_16_if(e[0] + packed_place(m, hidden, target, column_tiles) * 2, out, is_real & less(hidden, d_ff))
+        store_16_if(
+            e[0] + packed_place(m, hidden, target, column_tiles) * 2,
+            out,
+            is_real & less(hidden, d_ff),
+        )
 
     return prepare, finish
 
@@ -475,7 +507,9 @@ def _make_qkv(heads: HeadShape) -> Any:
         return cos, sin, slot
 
     @traced(num_star=8)
-    def finish(ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any) -> None:
+    def finish(
+        ready: Any, a: Any, b: Any, m: Any, tile: Any, g: Any, is_real: Any, *e: Any
+    ) -> None:
         cos, sin, slot = ready
         head, part = quotient(tile, tiles), remainder(tile, tiles)
         pair = part * 8 + g
@@ -487,7 +521,10 @@ def _make_qkv(heads: HeadShape) -> Any:
         out_a = select(a, turned_a * factor, is_v)
         out_b = select(b, turned_b * factor, is_v)
         if heads.is_half_pairing:
-            dim_a, dim_b = select_int(2 * pair, pair, is_v), select_int(2 * pair + 1, pair + dim // 2, is_v)
+            dim_a, dim_b = (
+                select_int(2 * pair, pair, is_v),
+                select_int(2 * pair + 1, pair + dim // 2, is_v),
+            )
         else:
             dim_a, dim_b = 2 * pair, 2 * pair + 1
         kv_head = head - select_int(heads.n_heads + heads.n_kv_heads, heads.n_heads, is_v)
@@ -523,8 +560,8 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
     partials_at = x_at + launch.x_bytes if launch.is_push else 0
     buffer_bytes = RANKS * chains * launch.push_slots * 64
     bars_at = x_at + launch.x_bytes + launch.partial_bytes
-    x_bar_at, sums_bar_at = launch.shared_bytes - 16, launch.shared_bytes - 8
-    is_async = launch.is_async
+    x_bar_at = launch.shared_bytes - _BARS
+    sums_bar_at, free_bar_at = x_bar_at + 8, x_bar_at + 24
     is_push = launch.is_push
     makers = {"norm": _make_stage_norm, "half": _make_stage_half, "packed": _make_stage_packed}
     stage = makers[source](launch)
@@ -564,20 +601,40 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
         unit = owned(first, rank, rows)
         m, tile = quotient(unit, tiles), remainder(unit, tiles)
         is_real = less(rank + RANKS * first, rows * tiles) & less(tile0 + tile, num_tiles)
-        ready = prepare(first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7)
-        if is_async:
-            mbarrier_wait(shared_base() + sums_bar_at, 0)
+        ready = prepare(
+            first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7
+        )
+        if is_push:
+            mbarrier_wait(shared_base() + sums_bar_at + (turn & 1) * 8, (turn >> 1) & 1)
         else:
             cluster_wait()
         # The loop's count is the same for the whole warp: lanes shuffle in `finish`.
         for i in range((thread_id() >> 5) * 4, (rows * tiles + RANKS - 1) >> 3, num_warps * 4):
             a, b = collect(base, unit, m, tile, lane & 7)
-            finish(ready, a, b, first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7)
+            finish(
+                ready,
+                a,
+                b,
+                first_row + m,
+                tile0 + tile,
+                lane & 7,
+                is_real,
+                e0,
+                e1,
+                e2,
+                e3,
+                e4,
+                e5,
+                e6,
+                e7,
+            )
             following = i + (lane >> 3) + num_warps * 4
             unit = owned(following, rank, rows)
             m, tile = quotient(unit, tiles), remainder(unit, tiles)
             is_real = less(rank + RANKS * following, rows * tiles) & less(tile0 + tile, num_tiles)
-            ready = prepare(first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7)
+            ready = prepare(
+                first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7
+            )
 
     def kernel(
         weights: Any, x: Any, partials: Any, gain: Any, num_rows: Any, eps: Any,
@@ -592,8 +649,10 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
                 mbarrier_init(bars + 8 * i, 1)
             if is_packed and warp == 0:
                 mbarrier_init(base + x_bar_at, 1)
-            if is_async and warp == 0:
-                mbarrier_init(base + sums_bar_at, 1)
+            if is_push and warp == 0:
+                for i in range(2):
+                    mbarrier_init(base + sums_bar_at + 8 * i, 1)
+                    mbarrier_init(base + free_bar_at + 8 * i, RANKS)
             mbarrier_init_fence()
             for turn in range(min(stages, rounds)):
                 fetch(base, weights, cluster, turn, warp, rank)
@@ -605,11 +664,21 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
         cluster_arrive_relaxed()
         first_row = block_y() * columns
         rows = min(num_rows - first_row, columns)
-        if is_async and thread_id() == 0:
-            owned_units = (rows * tiles - rank + RANKS - 1) >> 3
-            mbarrier_expect(base + sums_bar_at, owned_units * (RANKS * chains * 64))
+        sum_bytes = ((rows * tiles - rank + RANKS - 1) >> 3) * (RANKS * chains * 64)
+        if is_push and thread_id() == 0:
+            mbarrier_expect(base + sums_bar_at, sum_bytes)
+            if rounds > 1:
+                mbarrier_expect(base + sums_bar_at + 8, sum_bytes)
         grid_dependency_wait()
-        stage(x + first_row * x_row_bytes, partials + first_row * partial_row_bytes, gain, base + x_at, rank, rows, eps)
+        stage(
+            x + first_row * x_row_bytes,
+            partials + first_row * partial_row_bytes,
+            gain,
+            base + x_at,
+            rank,
+            rows,
+            eps,
+        )
         if not is_packed:
             sync_block()
         cluster_wait()
@@ -627,14 +696,29 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
                 if lane == 0:
                     fetch(base, weights, cluster, turn + stages, warp, rank)
             if turn > 0:
+                before = (turn - 1) & 1
                 reduce(
-                    base + partials_at + ((turn - 1) & 1) * buffer_bytes, turn - 1, cluster, rank, rows, first_row,
+                    base + partials_at + before * buffer_bytes, turn - 1, cluster, rank, rows, first_row,
                     e0, e1, e2, e3, e4, e5, e6, e7,
                 )  # fmt: skip
+                if turn + 1 < rounds:
+                    # This block's buffer is read: arm it for the round after next and tell all who write it.
+                    sync_block()
+                    if thread_id() == 0:
+                        mbarrier_expect(base + sums_bar_at + before * 8, sum_bytes)
+                    if thread_id() < RANKS:
+                        mbarrier_arrive_cluster(
+                            map_shared(base + free_bar_at + before * 8, thread_id())
+                        )
             if not is_push:
                 sync_block()
-            send(acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, sender, lane, rows, base + sums_bar_at)
-            if not is_async:
+            elif turn > 1:
+                mbarrier_wait(base + free_bar_at + (turn & 1) * 8, ((turn >> 1) - 1) & 1)
+            send(
+                acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, sender, lane, rows,
+                base + sums_bar_at + (turn & 1) * 8,
+            )  # fmt: skip
+            if not is_push:
                 cluster_arrive()
         reduce(
             base + partials_at + ((rounds - 1) & 1) * buffer_bytes, rounds - 1, cluster, rank, rows, first_row,
@@ -642,6 +726,10 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
         )  # fmt: skip
         if not is_push:
             # A block may not end while another reads its partials.
+            cluster_arrive_relaxed()
+            cluster_wait()
+        elif rounds > 1:
+            # Nor while another may still tell it that a buffer is free.
             cluster_arrive_relaxed()
             cluster_wait()
 

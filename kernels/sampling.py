@@ -231,9 +231,24 @@ def _make_choose(is_shaped: bool) -> Any:
             ahead = load_shared_64(base + 16)
             known = known | (((1 << width) - 1) << shift)
             sync_block()
-        # Equal values: the lowest ids while less than the target is ahead; a binary search for the last one.
+        # Equal values: the lowest ids while less than the target is ahead; a binary search for the last one, unless
+        # all of them are kept.
         each = _mass(_unordered(prefix), top) if is_mass else 1
+        if thread_id() == 0:
+            store_shared_64(base + 16, 0)
+        sync_block()
+        count = 0
+        for i in range(thread_id(), vocab, threads):
+            order = _ordered(value(logits, counts, bias, settings, i))
+            if same(order, prefix) and is_kept(order, i, floor, last):
+                count += 1
+        if count > 0:
+            add_shared_64(base + 16, count)
+        sync_block()
         low, high = 0, vocab - 1
+        if ahead + (load_shared_64(base + 16) - 1) * each < target:
+            low = high
+        sync_block()
         while low < high:
             middle = (low + high) >> 1
             if thread_id() == 0:
@@ -352,7 +367,13 @@ def _make_log_probabilities() -> Any:
     threads, bins_at = THREADS, _BINS_AT
 
     def kernel(
-        all_logits: Any, chosen: Any, logprobs: Any, top_ids: Any, top_logprobs: Any, vocab: Any, num_top: Any
+        all_logits: Any,
+        chosen: Any,
+        logprobs: Any,
+        top_ids: Any,
+        top_logprobs: Any,
+        vocab: Any,
+        num_top: Any,
     ) -> None:
         row, base = block_x(), shared_base()
         grid_dependency_launch()

@@ -62,7 +62,9 @@ def _make_begin(shape: StepShape) -> Any:
         total = sum_of_8_lanes(fma(first, first, second * second))
         address = x + (wide(row) * d + pair * 2) * 4
         store_f32x2_if(address, first, second, is_real)
-        store_f32_if(squares + (row * (d // 16) + (pair >> 3)) * 4, total, is_real & less(pair & 7, 1))
+        store_f32_if(
+            squares + (row * (d // 16) + (pair >> 3)) * 4, total, is_real & less(pair & 7, 1)
+        )
 
     def kernel(
         tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,

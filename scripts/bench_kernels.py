@@ -85,7 +85,9 @@ def variants() -> list[tuple[str, Variant, tuple[int, int], bool]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--build-dir", type=Path, default=Path("build/ptx"))
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
@@ -108,7 +110,9 @@ def main() -> int:
             if count == 1:
                 data.zero_()
             for i in range(count):
-                kernel.launch(grid, (data.data_ptr(),), stream.cuda_stream, is_overlapped=overlapped and i > 0)
+                kernel.launch(
+                    grid, (data.data_ptr(),), stream.cuda_stream, is_overlapped=overlapped and i > 0
+                )
         times = []
         for _ in range(12):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import util
 from pathlib import Path
@@ -44,16 +44,15 @@ def variant_of(job: Job) -> Variant:
     return graphs.step_kernels(spec, rows, others)[0][kernel]
 
 
-def jobs_of(*, with_others: bool) -> Iterator[Job]:
+def jobs_of(*, with_others: bool, row_counts: Sequence[int] = (1, 8, 16, 32, 64)) -> Iterator[Job]:
     """(spec name, rows, kernel, launches instead) of every kernel that a worker may load, each once."""
     from gpu_worker import graphs
-
     from kernels import sampling
 
     yield from (("any", 0, name, "") for name in sampling.variants())
     seen = set()
     for name, spec in graphs.CHECKED_SPECS.items():
-        for rows in (1, 8, 16, 32, 64):
+        for rows in row_counts:
             for instead in ("", *(graphs.launches_to_try(spec, rows) if with_others else ())):
                 for kernel in graphs.step_kernels(spec, rows)[0]:
                     job = (name, rows, kernel, instead)
@@ -64,10 +63,26 @@ def jobs_of(*, with_others: bool) -> Iterator[Job]:
                         yield job
 
 
+def missing() -> str | None:
+    """What the compiler lacks, if anything."""
+    if util.find_spec("numba_cuda") is None:
+        return "numba-cuda"
+    try:
+        from cuda.bindings import nvrtc, nvvm
+
+        nvrtc.nvrtcVersion()
+        nvvm.version()
+    except Exception as error:  # each library has an error of its own for a file that is not there
+        return f"a library of CUDA 13.0 ({type(error).__name__})"
+    return None
+
+
 def find_ptxas() -> str | None:
     """ptxas of the CUDA packages, else of the system."""
     spec = util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec and spec.submodule_search_locations else []:
+    for folder in (
+        spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    ):
         for path in Path(folder).glob("**/bin/ptxas"):
             return str(path)
     return shutil.which("ptxas")
@@ -87,7 +102,9 @@ def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     if run.returncode:
-        return f"{spec_name:<10} {variant.name}", [f"{variant.name}: ptxas: {run.stderr.strip()[:500]}"]
+        return f"{spec_name:<10} {variant.name}", [
+            f"{variant.name}: ptxas: {run.stderr.strip()[:500]}"
+        ]
 
     def number(pattern: str) -> int:
         match = re.search(pattern, run.stderr)
@@ -115,21 +132,37 @@ def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--build-dir", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--others", action="store_true", help="also launch shapes that are only tried")
+    parser.add_argument("--rows", default="1,8,16,32,64", help="row buckets")
+    parser.add_argument(
+        "--others", action="store_true", help="also launch shapes that are only tried"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    ptxas = find_ptxas()
-    if util.find_spec("numba_cuda") is None or ptxas is None:
-        print("check_ptx: numba-cuda or ptxas is missing (pip install -r requirements-cuda.txt): skipped")
+    ptxas, lacking = find_ptxas(), missing()
+    if lacking or ptxas is None:
+        print(
+            f"check_ptx: {lacking or 'ptxas'} is missing (pip install -r requirements-cuda.txt): skipped"
+        )
         return 0
-    jobs = [job for job in jobs_of(with_others=options.others) if options.only in job[2]]
-    print(f"{'model':<10} {'kernel':<28} {'thr':>4} {'cl':>2} {'regs':>4} {'shared':>7} {'spill':>4}")
+    row_counts = [int(r) for r in options.rows.split(",")]
+    jobs = [
+        job
+        for job in jobs_of(with_others=options.others, row_counts=row_counts)
+        if options.only in ("", job[2])
+    ]
+    print(
+        f"{'model':<10} {'kernel':<28} {'thr':>4} {'cl':>2} {'regs':>4} {'shared':>7} {'spill':>4}"
+    )
     faults: list[str] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        for line, wrong in pool.map(check, jobs, [ptxas] * len(jobs), [options.build_dir] * len(jobs)):
+        for line, wrong in pool.map(
+            check, jobs, [ptxas] * len(jobs), [options.build_dir] * len(jobs)
+        ):
             print(line, flush=True)
             faults += wrong
     for fault in faults:

@@ -81,7 +81,12 @@ def fill_cache(spec: DecodeSpec, cache: DecodeCache) -> None:
 
 
 def make_runner(
-    spec: DecodeSpec, weights: DecodeWeights, rows: int, context: int, library: Library, **options: Any
+    spec: DecodeSpec,
+    weights: DecodeWeights,
+    rows: int,
+    context: int,
+    library: Library,
+    **options: Any,
 ) -> DecodeRunner:
     """A runner whose every row has `context` positions before its own, in blocks of its own."""
     blocks = context // 64 + 1
@@ -243,19 +248,29 @@ def check_step(report: Report, spec: DecodeSpec, weights: DecodeWeights, tensors
             torch.cuda.synchronize()
             is_equal = torch.equal(one.logits[0], big.logits[row])
             gap = float((one.logits[0] - big.logits[row]).abs().max())
-            report.check(f"{kind} bits, row {row} of {many}, context {context}", is_equal, f"max gap {gap:.1e}")
+            report.check(
+                f"{kind} bits, row {row} of {many}, context {context}",
+                is_equal,
+                f"max gap {gap:.1e}",
+            )
         want = reference_step(big, tensors, many - 1)
         error = float((big.logits[many - 1] - want).norm() / want.norm())
         same = int(big.logits[many - 1].argmax()) == int(want.argmax())
         # 32 layer calls on fp16 operands
-        report.check(f"{kind} parity, context {context}", error < 1e-2, f"rel {error:.1e}, same argmax {same}")
+        report.check(
+            f"{kind} parity, context {context}",
+            error < 1e-2,
+            f"rel {error:.1e}, same argmax {same}",
+        )
         big.launch_step(stream.cuda_stream)
         first = big.logits.clone()
         for _ in range(5):
             big.launch_step(stream.cuda_stream)
             torch.cuda.synchronize()
             if not torch.equal(first, big.logits):
-                report.check(f"{kind} repeats, context {context}", False, "logits changed between runs")
+                report.check(
+                    f"{kind} repeats, context {context}", False, "logits changed between runs"
+                )
                 break
         else:
             report.check(f"{kind} repeats, context {context}", True, "6 runs, same bits")
@@ -263,7 +278,13 @@ def check_step(report: Report, spec: DecodeSpec, weights: DecodeWeights, tensors
 
 def check_sampling(report: Report, library: Library, vocab: int) -> None:
     """Tokens and log-probabilities of the device against the plain twins, and the time for 64 rows."""
-    cases = [(0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.0, 50, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (0.7, 40, 0.8, 0.02)]
+    cases = [
+        (0.0, 0, 1.0, 0.0),
+        (0.8, 0, 1.0, 0.0),
+        (1.0, 50, 1.0, 0.0),
+        (1.3, 0, 0.9, 0.0),
+        (0.7, 40, 0.8, 0.02),
+    ]
     rows = len(cases)
     torch.manual_seed(3)
     logits = torch.randn(rows, vocab) * 3
@@ -276,14 +297,21 @@ def check_sampling(report: Report, library: Library, vocab: int) -> None:
     def choose(some: Tensor, settings: list[Tensor], tokens: Tensor) -> None:
         addresses = [t.data_ptr() for t in settings]
         args = (some.data_ptr(), 0, 0, *addresses, tokens.data_ptr(), vocab)
-        chooser.launch((len(some), 1), args, torch.cuda.current_stream().cuda_stream, is_overlapped=False)
+        chooser.launch(
+            (len(some), 1), args, torch.cuda.current_stream().cuda_stream, is_overlapped=False
+        )
 
-    packed = [t.cuda() for t in sampling.pack_settings(temperature, top_k, top_p.double(), min_p, keys)]
+    packed = [
+        t.cuda() for t in sampling.pack_settings(temperature, top_k, top_p.double(), min_p, keys)
+    ]
     on_device, tokens = logits.cuda(), torch.zeros(rows, dtype=torch.int32, device="cuda")
     choose(on_device, packed, tokens)
     got = tokens.tolist()
     report.check("sampling, 5 settings", got == want, f"{got}")
-    own, ids = torch.zeros(rows, device="cuda"), torch.zeros(rows, 5, dtype=torch.int32, device="cuda")
+    own, ids = (
+        torch.zeros(rows, device="cuda"),
+        torch.zeros(rows, 5, dtype=torch.int32, device="cuda"),
+    )
     tops = torch.zeros(rows, 5, device="cuda")
     scorer = library.get(sampling.log_probabilities("log_probabilities"))
     args = [t.data_ptr() for t in (on_device, tokens, own, ids, tops)]
@@ -292,9 +320,14 @@ def check_sampling(report: Report, library: Library, vocab: int) -> None:
     gap = float((own.cpu() - expected[0]).abs().max())
     same = ids.tolist() == expected[1].tolist()
     report.check("log-probabilities", gap < 1e-4 and same, f"max gap {gap:.1e}, same ids {same}")
-    many, out = torch.randn(64, vocab, device="cuda"), torch.zeros(64, dtype=torch.int32, device="cuda")
+    many, out = (
+        torch.randn(64, vocab, device="cuda"),
+        torch.zeros(64, dtype=torch.int32, device="cuda"),
+    )
     for name, case in (("greedy", 0), ("noise", 1), ("top-k", 2), ("top-p", 3), ("all", 4)):
-        settings = [t[case : case + 1].repeat(64, *[1] * (t.dim() - 1)).contiguous() for t in packed]
+        settings = [
+            t[case : case + 1].repeat(64, *[1] * (t.dim() - 1)).contiguous() for t in packed
+        ]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             choose(many, settings, out)
@@ -321,20 +354,32 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
         for name in ("qkv", "attention", "o", "gate_up", "down", "head"):
             share = full - time_graph(runner.capture((name,)), 20)
             count = 1 if name == "head" else calls
-            report.note(f"   {name}, {rows} rows", f"{share / count * 1e3:.2f} us", f"of {count}: {share:.3f} ms")
+            report.note(
+                f"   {name}, {rows} rows",
+                f"{share / count * 1e3:.2f} us",
+                f"of {count}: {share:.3f} ms",
+            )
     return full
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="sampling,parity,speed")
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--formats", default="fp16,int4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--contexts", default="0,63,1000", help="lengths for parity")
-    parser.add_argument("--peer", action="store_true", help="also time the torch.compile decode (minutes)")
-    parser.add_argument("--shares", action="store_true", help="also time the step without each kernel")
-    parser.add_argument("--try", dest="try_others", action="store_true", help="time other launch shapes")
+    parser.add_argument(
+        "--peer", action="store_true", help="also time the torch.compile decode (minutes)"
+    )
+    parser.add_argument(
+        "--shares", action="store_true", help="also time the step without each kernel"
+    )
+    parser.add_argument(
+        "--try", dest="try_others", action="store_true", help="time other launch shapes"
+    )
     parser.add_argument("--build-dir", type=Path, default=Path("build/ptx"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -353,7 +398,15 @@ def main() -> int:
         spec = replace(REFERENCE, kv_format=kind)
         weights = DecodeWeights(spec, tensors)
         if "parity" in only:
-            check_step(report, spec, weights, tensors, library, [int(c) for c in options.contexts.split(",")], max(rows))
+            check_step(
+                report,
+                spec,
+                weights,
+                tensors,
+                library,
+                [int(c) for c in options.contexts.split(",")],
+                max(rows),
+            )
         if "speed" in only:
             for count in rows:
                 measure(report, spec, weights, library, count, options.context, options.shares)
@@ -362,16 +415,24 @@ def main() -> int:
             spec = replace(REFERENCE, kv_format=options.formats.split(",")[0])
             weights = DecodeWeights(spec, tensors)
             for name, instead in launches_to_try(spec, count).items():
-                runner = make_runner(spec, weights, count, options.context, library, instead=instead)
+                runner = make_runner(
+                    spec, weights, count, options.context, library, instead=instead
+                )
                 report.note(f"{count} rows, {name}", f"{time_graph(runner.capture()):.3f} ms", "")
-            runner = make_runner(spec, weights, count, options.context, library, is_overlapped=False)
-            report.note(f"{count} rows, kernels in turn", f"{time_graph(runner.capture()):.3f} ms", "")
+            runner = make_runner(
+                spec, weights, count, options.context, library, is_overlapped=False
+            )
+            report.note(
+                f"{count} rows, kernels in turn", f"{time_graph(runner.capture()):.3f} ms", ""
+            )
     if options.peer:
         import peer_decode
 
         for count in rows:
             took = peer_decode.measure(REFERENCE, tensors, count, options.context)
-            report.note(f"peer step, {count} rows", f"{took:.3f} ms", "torch.compile + CUDA graph, fp16 KV")
+            report.note(
+                f"peer step, {count} rows", f"{took:.3f} ms", "torch.compile + CUDA graph, fp16 KV"
+            )
     print(f"took {time.monotonic() - started:.0f} s")
     return report.close()
 

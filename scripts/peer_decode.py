@@ -54,7 +54,9 @@ def measure(
     device = "cuda"
     layer = _make_layer(spec, rows, context)
 
-    def core(x: Tensor, weights: list[list[Tensor]], cache: list[list[Tensor]], cos: Tensor, sin: Tensor) -> Tensor:
+    def core(
+        x: Tensor, weights: list[list[Tensor]], cache: list[list[Tensor]], cos: Tensor, sin: Tensor
+    ) -> Tensor:
         for w, kv in zip(weights, cache, strict=True):
             x = layer(x, *w, *kv, cos, sin)
         return x

@@ -65,11 +65,18 @@ def _case(positions: list[int], heads: int, kv: int, dim: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize(
-    ("positions", "cluster", "warps", "stages"),
-    [([70, -1, 0], 8, 2, 4), ([63], 1, 4, 3), ([1100], 2, 4, 3)],
-    ids=["odd_rows", "block_edge", "second_turn_of_a_stream"],
+    ("positions", "cluster", "warps", "stages", "kind"),
+    [
+        pytest.param([70, -1, 0], 8, 2, 4, "plain", id="odd_rows"),
+        pytest.param([63], 1, 4, 3, "plain", id="block_edge"),
+        pytest.param([63], 1, 4, 3, "window_alibi", id="block_edge_window_alibi"),
+        pytest.param([1100], 2, 4, 3, "plain", id="second_turn", marks=pytest.mark.slow),
+        pytest.param(
+            [1100], 2, 4, 3, "window_alibi", id="second_turn_window", marks=pytest.mark.slow
+        ),
+        pytest.param([70, -1, 0], 8, 2, 4, "window_alibi", id="odd_window", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("kind", ["plain", "window_alibi"])
 def test_fp16_matches_softmax_attention(
     positions: list[int], cluster: int, warps: int, stages: int, kind: str
 ) -> None:
