@@ -6,8 +6,10 @@ state little: there drafts hold often enough that every outcome occurs.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,19 @@ ASKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LOOPED = [name for name in VARIANTS if name != "plain"]
 LOOPS = 4
+
+
+def cases(names: str, *axes: Iterable[Any], one_in: int) -> Any:
+    """All combinations of the axes as parameters `names`; one in so many runs each time, diagonally, the rest under `--all`."""
+    listed = []
+    for picked in itertools.product(*(list(enumerate(axis)) for axis in axes)):
+        values = [
+            v for _, value in picked for v in (value if isinstance(value, tuple) else (value,))
+        ]
+        marks = () if sum(i for i, _ in picked) % one_in == 0 else pytest.mark.slow
+        listed.append(pytest.param(*values, marks=marks))
+    return pytest.mark.parametrize(names, listed)
+
 
 way = pytest.mark.parametrize("way", WAYS)
 
@@ -104,8 +119,7 @@ def check(
     return got
 
 
-@way
-@pytest.mark.parametrize("variant", LOOPED)
+@cases("variant,way", LOOPED, WAYS, one_in=5)
 def test_every_architecture_gives_the_tokens_of_plain_decoding(
     toys: Toys, variant: str, way: str
 ) -> None:
@@ -130,7 +144,7 @@ def test_every_architecture_gives_the_tokens_of_plain_decoding(
     assert sum(one.drafted_tokens for one in got.values()) > 0
 
 
-@pytest.mark.parametrize("variant", LOOPED)
+@cases("variant", LOOPED, one_in=3)
 def test_waves_of_every_architecture_give_the_tokens_of_plain_decoding(
     toys: Toys, variant: str
 ) -> None:
@@ -200,8 +214,7 @@ def test_waves_end_where_plain_rows_come_and_begin_again_after_them(toys: Toys) 
     check(lambda: toys.engine(max_rows=12), waves, plain + crowd)
 
 
-@way
-@pytest.mark.parametrize("ask", ASKS)
+@cases("ask,way", ASKS, WAYS, one_in=2)
 def test_every_way_of_sampling_gives_the_tokens_of_plain_decoding(
     toys: Toys, ask: str, way: str
 ) -> None:
@@ -255,7 +268,7 @@ def test_all_outcomes_of_a_round_occur_and_the_books_are_exact(
     assert outcomes["full"] and outcomes["none"] and outcomes["partial"], outcomes
 
 
-@way
+@cases("way", WAYS, one_in=3)
 def test_speculation_survives_preemption_prefix_hits_and_replay(toys: Toys, way: str) -> None:
     rng = random.Random(7)
     prompts = [random_prompt(rng, 512, 90) for _ in range(4)]
@@ -266,12 +279,11 @@ def test_speculation_survives_preemption_prefix_hits_and_replay(toys: Toys, way:
     tight = toys.engine(num_blocks=8 * 4)
     got = collect(tight, runs)
     assert tight.series()["preemptions_total"] > 0
-    for run in runs:
+    for run, done in zip(runs, (1, 20, 38, 59), strict=True):
         same(got[run.sequence_id], expected[run.sequence_id])
-        for done in (1, 30, 59):
-            resumed = replace(run, emitted=Tokens(expected[run.sequence_id].tokens[:done]))
-            after = collect(toys.engine(), [resumed])[run.sequence_id]
-            assert after.tokens == expected[run.sequence_id].tokens[done:]
+        resumed = replace(run, emitted=Tokens(expected[run.sequence_id].tokens[:done]))
+        after = collect(toys.engine(), [resumed])[run.sequence_id]
+        assert after.tokens == expected[run.sequence_id].tokens[done:]
     engine = toys.engine()
     held = HeldPrefix(bytes(16), PrefixKey(), Tokens(prompts[0][:64]), 0, 0)
     collect(engine, [replace(runs[0], store=held)])
@@ -280,12 +292,13 @@ def test_speculation_survives_preemption_prefix_hits_and_replay(toys: Toys, way:
     same(hit, expected[0])
 
 
-@way
-@pytest.mark.parametrize(
-    ("variant", "kv_format", "kv_share"),
-    [("pre", "fp16", "per_loop"), ("pre", "int8", "last_loop"), ("pre", "h_int4", "per_loop"), ("alibi", "h_int4", "last_loop"),
-     ("huginn", "int4", "per_loop"), ("alibi", "h", "per_loop"), ("ouro", "fp32", "last_loop")],
-)  # fmt: skip
+MODES = [
+    ("pre", "fp16", "per_loop"), ("pre", "int8", "last_loop"), ("pre", "h_int4", "per_loop"), ("alibi", "h_int4", "last_loop"),
+    ("huginn", "int4", "per_loop"), ("alibi", "h", "per_loop"), ("ouro", "fp32", "last_loop"),
+]  # fmt: skip
+
+
+@cases("variant,kv_format,kv_share,way", MODES, WAYS, one_in=3)
 def test_cut_and_folded_caches_give_the_tokens_of_plain_decoding(
     toys: Toys, variant: str, kv_format: str, kv_share: str, way: str
 ) -> None:
@@ -307,9 +320,7 @@ EXITS = [
 ]
 
 
-@pytest.mark.parametrize("way", ["chain", "tree"])
-@pytest.mark.parametrize("exit_kv", ["complete", "copy"])
-@pytest.mark.parametrize(("variant", "leaving"), EXITS)
+@cases("variant,leaving,exit_kv,way", EXITS, ["complete", "copy"], ["chain", "tree"], one_in=3)
 def test_adaptive_exits_give_the_tokens_of_plain_decoding(
     toys: Toys, variant: str, leaving: dict[str, Any], exit_kv: str, way: str
 ) -> None:
@@ -324,7 +335,7 @@ def test_adaptive_exits_give_the_tokens_of_plain_decoding(
 @way
 def test_nothing_is_left_when_a_sequence_is_aborted(toys: Toys, way: str) -> None:
     rng = random.Random(5)
-    for steps in range(2, 9):
+    for steps in range(2, 9, 2):
         engine = toys.engine()
         for i in range(3):
             engine.add(
