@@ -2,6 +2,7 @@
 
 Owns names and packing; knows no rows and no caches. Products that share an input (q, k, v; gate and up) are joined into one. Weights
 keep their stored dtype: the kernels read fp16, bf16 and int8 with the same result as if converted to fp32.
+HAZARD: the artifact's tensors are a map of its file, and whoever overwrites the file changes them; nothing here may share their memory.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Packing:
                 self.layer(f"coda.{i}", (stages.prelude + i) % stages.core)
                 for i in range(stages.coda)
             ],
-            embed=Table(self.tensors["embed.weight"], self.tensors.get("embed.weight.scale")),
+            embed=self.table("embed.weight"),
             embed_proj=self.product("embed.proj") if has_rank else None,
             pos=self.matrix("pos.weight") if arch.pos.kind == "learned" else None,
             inject=self.product("inject") if self.config.loop.inject == "concat" else None,
@@ -153,15 +154,19 @@ class _Packing:
         packed: Packed = self.ops.pack(torch.cat(weights), bias, scale)
         return packed
 
+    def table(self, name: str) -> Table:
+        scale = self.tensors.get(f"{name}.scale")
+        return Table(self.tensors[name].clone(), None if scale is None else scale.clone())
+
     def matrix(self, name: str) -> Tensor:
         """A stored matrix in fp32."""
         scale = self.tensors.get(f"{name}.scale")
-        data = self.tensors[name].float()
+        data = self.tensors[name].to(torch.float32, copy=True)
         return data if scale is None else data * scale[:, None]
 
     def vector(self, name: str) -> Tensor | None:
         tensor = self.tensors.get(name)
-        return None if tensor is None else tensor.float().contiguous()
+        return None if tensor is None else tensor.to(torch.float32, copy=True)
 
     def norm(self, name: str) -> Norm | None:
         weight = self.vector(f"{name}.weight")

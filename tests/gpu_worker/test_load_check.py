@@ -34,6 +34,20 @@ def test_every_kind_of_model_passes(tmp_path: Path, variant: str) -> None:
     torch.testing.assert_close(load_check.logits(engine, tokens, 1), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_a_loaded_model_does_not_care_what_becomes_of_its_file(
+    tmp_path: Path, variant: str, dtype: str
+) -> None:
+    path = make(tmp_path / "a.tinyloop", variant=variant, dtype=dtype)
+    engine = engine_on(path)
+    tokens = [5, 9, 200, 41, 3]
+    before = load_check.logits(engine, tokens, 1)
+    with path.open("r+b") as file:  # in place, as `cp` does: a memory map of it would change
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(load_check.logits(engine, tokens, 1), before)
+
+
 @pytest.mark.parametrize(
     ("name", "pair"),
     [
