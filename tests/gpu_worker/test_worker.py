@@ -538,16 +538,22 @@ def test_process_with_a_faulty_artifact_beats_the_line(
             "TINYLOOP_MAX_SEQ_LEN=1000000: expected at most the artifact's",
         ),
         ({"fault": "nonsense"}, "TINYLOOP_FAULT=nonsense: expected one of instant_worker"),
-        ({"kv_h_mode": True, "kv_format": "fp16"}, ""),
     ],
 )
 def test_setting_that_the_artifact_refuses_is_named(
     toy: Path, named: dict[str, Any], line: str
 ) -> None:
     settings = Settings(model_path=str(toy), device="cpu", **named)
-    with pytest.raises(BadSetting if line else ArtifactError) as ex:
+    with pytest.raises(BadSetting) as ex:
         load(settings)
     assert line in str(ex.value)
+
+
+def test_kv_mode_that_the_artifact_cannot_use_is_one_line(tmp_path: Path) -> None:
+    narrow = make(tmp_path / "gqa.tinyloop", variant="gqa", n_kv_heads=1)
+    with pytest.raises(ArtifactError, match="TL013") as ex:
+        load(Settings(model_path=str(narrow), device="cpu", kv_h_mode=True, kv_format="fp16"))
+    assert "\n" not in str(ex.value)
 
 
 @pytest.mark.parametrize(
