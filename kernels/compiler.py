@@ -48,9 +48,11 @@ def _source_digest(module: str) -> str:
     """A hash of the sources that a kernel of `module` is made of: any edit compiles anew."""
     digest = hashlib.sha256(TOOLCHAIN.encode())
     folder = Path(__file__).parent
-    for name in sorted({"compiler", "device_code", "intrinsics", "layouts", module.split(".")[-1]}):
-        path = folder / f"{name}.py"
-        digest.update(name.encode() + (path.read_bytes() if path.exists() else b""))
+    shared = [
+        folder / f"{name}.py" for name in ("compiler", "device_code", "intrinsics", "layouts")
+    ]
+    for path in shared + sorted(folder.glob(f"{module.split('.')[-1]}*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 

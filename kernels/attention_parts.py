@@ -1,0 +1,350 @@
+"""The parts of paged attention, each made for one shape: scores, softmax, weighted values, handing over, merging.
+
+Straight-line device code of one warp; `attention.py` puts it together and says what it is for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kernels.device_code import traced
+from kernels.intrinsics import (
+    exp2,
+    fma,
+    fmax,
+    int_to_f32,
+    less,
+    load_128_if,
+    load_f32_if,
+    load_shared_32,
+    load_shared_128,
+    load_shared_f32,
+    map_shared,
+    mma,
+    pack_half2,
+    reciprocal,
+    select,
+    select_int,
+    shuffle_xor_f32,
+    store_async_f32,
+    store_shared_f32_if,
+    transpose_8x8,
+    unpack_half2,
+)
+from kernels.layouts import packed_place
+
+if TYPE_CHECKING:
+    from kernels.attention import AttentionLaunch, AttentionShape
+
+STREAMS = 16
+_NEVER = (
+    -1.0e30
+)  # the score of a masked position: finite, so that an empty stream merges as nothing
+
+
+# --- one block of 64 positions ---------------------------------------------------------------------
+
+
+def make_load_query(shape: AttentionShape) -> Any:
+    @traced("r" * (shape.head_dim // 8))
+    def load_query(q: Any, lane: Any) -> Any:
+        """B fragments of the group's query heads; columns past the group are zero."""
+        column, t = lane >> 2, lane & 3
+        regs: list[Any] = []
+        for part in range(shape.head_dim // 32):
+            address = q + (column * shape.head_dim + part * 32 + t * 8) * 2
+            regs += load_128_if(address, less(column, shape.group))
+        return tuple(regs)
+
+    return load_query
+
+
+def make_scores(shape: AttentionShape) -> Any:
+    steps, tiles = shape.head_dim // 16, 8 // shape.exact_parts
+
+    @traced("f" * 16)
+    def scores(old: Any, chunk: Any, query: Any, part: Any) -> Any:
+        """q.k of a chunk's tiles of 16 positions, put into their place among those of the block."""
+        acc = [(0.0, 0.0, 0.0, 0.0)] * tiles
+        for step in range(steps):
+            for tile in range(tiles):
+                a = load_shared_128(chunk + (tile * steps + step) * 512)
+                acc[tile] = mma(*acc[tile], *a, query[2 * step], query[2 * step + 1])
+        new = [value for values in acc for value in values]
+        is_here = [1 - (less(part, i) | less(i, part)) for i in range(4 // tiles)]
+        return tuple(
+            select(new[i % len(new)], value, is_here[i // len(new)]) for i, value in enumerate(old)
+        )
+
+    return scores
+
+
+def nibbles(word: Any) -> Any:
+    """Eight 4-bit numbers n as halves of the same bits: n / 2^24 in the tile's low rows, n / 2^20 in its high ones.
+
+    Such halves are subnormal, which the matrix unit takes exactly; the powers of two leave with the scales.
+    """
+    high = word >> 8
+    low_mask, high_mask = 0x000F000F, 0x00F000F0
+    return word & low_mask, word & high_mask, high & low_mask, high & high_mask
+
+
+_UNDO = (float(1 << 24), float(1 << 20))
+
+
+def make_scores_int4(shape: AttentionShape) -> Any:
+    steps = shape.head_dim // 16
+
+    @traced("f" * 16)
+    def scores_int4(chunk: Any, scales: Any, query: Any, sums: Any, lane: Any) -> Any:
+        """q.k of 64 stored positions; `sums` are the sums of q's columns 2t and 2t+1."""
+        accs: list[Any] = [(0.0, 0.0, 0.0, 0.0)] * 4
+        # step outside, tile inside: independent chains keep the matrix unit busy; more than two cost registers
+        for some in ((0, 1), (2, 3)):
+            for quad in range(steps // 4):
+                at = [chunk + (t * (steps // 4) + quad) * 512 for t in some]
+                words = [load_shared_128(address) for address in at]
+                for i in range(4):
+                    step = 4 * quad + i
+                    for t, word in zip(some, words, strict=True):
+                        numbers = nibbles(word[i])
+                        accs[t] = mma(*accs[t], *numbers, query[2 * step], query[2 * step + 1])
+        out: list[Any] = []
+        for tile, acc in enumerate(accs):
+            for high in range(2):
+                pair = load_shared_32(scales + (16 * tile + 8 * high + (lane >> 2)) * 4)
+                scale, offset = unpack_half2(pair)
+                scale = scale * _UNDO[high]
+                for column in range(2):
+                    is_used = column < shape.num_columns
+                    value = acc[2 * high + column]
+                    out.append(fma(value, scale, offset * sums[column]) if is_used else value)
+        return tuple(out)
+
+    return scores_int4
+
+
+def make_softmax(shape: AttentionShape, is_stored: bool, is_masked: bool) -> Any:
+    columns = range(shape.num_columns)
+
+    @traced("r" * 8 + "f" * 8)
+    def softmax(
+        scores: Any, state: Any, scales: Any, first: Any, position: Any, window: Any, sinks: Any,
+        slopes: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        """p of 64 positions as B fragments, and the new (max, sum, offset sum) x 2 and both corrections.
+
+        `first` is the block's first position; a position is seen if it is not after the query and is
+        inside the window or a sink. `scales` is where V's (scale, offset) lie (stored blocks only).
+        """
+        g = lane >> 2
+        low = int_to_f32(0) + _NEVER
+        shown: dict[tuple[int, int], list[Any]] = {}
+        for tile in range(4):
+            for high in range(2):
+                key = first + 16 * tile + 8 * high + g
+                row = [scores[4 * tile + 2 * high + c] for c in columns]
+                if shape.has_alibi:
+                    row = [fma(int_to_f32(key - position), slopes[c], row[c]) for c in columns]
+                if is_masked:
+                    is_seen = less(key, position + 1) & (
+                        less(position - window, key) | less(key, sinks)
+                    )
+                    row = [select(score, low, is_seen) for score in row]
+                shown[tile, high] = row
+        new_max, fix = [state[0], state[1]], [state[0], state[1]]
+        sums, offsets = [state[2], state[3]], [state[4], state[5]]
+        for c in columns:
+            rows = list(shown.values())
+            top = rows[0][c]
+            for row in rows[1:]:
+                top = fmax(top, row[c])
+            for mask in (4, 8, 16):
+                top = fmax(top, shuffle_xor_f32(top, mask))
+            new_max[c] = fmax(state[c], top)
+            fix[c] = exp2(state[c] - new_max[c])
+            sums[c], offsets[c] = sums[c] * fix[c], offsets[c] * fix[c]
+        regs: list[Any] = []
+        for (tile, high), row in shown.items():
+            p = [int_to_f32(0), int_to_f32(0)]
+            for c in columns:
+                p[c] = exp2(row[c] - new_max[c])
+                sums[c] = sums[c] + p[c]
+            if is_stored:
+                pair = load_shared_32(scales + (16 * tile + 8 * high + g) * 4)
+                scale, offset = unpack_half2(pair)
+                for c in columns:
+                    offsets[c] = fma(p[c], offset, offsets[c])
+                    p[c] = p[c] * scale
+            regs.append(transpose_8x8(pack_half2(p[0], p[1])))
+        return (*regs, *new_max, *sums, *offsets, *fix)
+
+    return softmax
+
+
+def make_values(shape: AttentionShape, part: int) -> Any:
+    tiles = shape.head_dim // 16
+    count = 2 * tiles // shape.exact_parts
+
+    @traced("f" * (4 * tiles))
+    def values(out: Any, p: Any, chunk: Any) -> Any:
+        """Add p.v for a chunk's dims (out was corrected before)."""
+        new = [out[4 * tile : 4 * tile + 4] for tile in range(tiles)]
+        for step in range(4):
+            for tile in range(part * count, (part + 1) * count):
+                a = load_shared_128(chunk + ((tile - part * count) * 4 + step) * 512)
+                new[tile] = mma(*new[tile], *a, p[2 * step], p[2 * step + 1])
+        return tuple(value for acc in new for value in acc)
+
+    return values
+
+
+def make_values_int4(shape: AttentionShape) -> Any:
+    tiles = shape.head_dim // 16
+
+    @traced("f" * (4 * tiles))
+    def values_int4(out: Any, p: Any, chunk: Any) -> Any:
+        new = [out[4 * tile : 4 * tile + 4] for tile in range(tiles)]
+        for first in range(0, tiles, 2):
+            some = range(first, min(first + 2, tiles))
+            words = {tile: load_shared_128(chunk + tile * 512) for tile in some}
+            for step in range(4):
+                for tile in some:
+                    numbers = nibbles(words[tile][step])
+                    new[tile] = mma(*new[tile], *numbers, p[2 * step], p[2 * step + 1])
+        return tuple(value for acc in new for value in acc)
+
+    return values_int4
+
+
+def make_correct(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def correct(out: Any, first: Any, second: Any) -> Any:
+        factors = (first, second)[: shape.num_columns]
+        return tuple(v * factors[i % 2] if i % 2 < len(factors) else v for i, v in enumerate(out))
+
+    return correct
+
+
+def make_undo(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def undo(out: Any) -> Any:
+        """Take the powers of two of `nibbles` out of the sums over stored values."""
+        return tuple(value * _UNDO[i % 4 // 2] for i, value in enumerate(out))
+
+    return undo
+
+
+def make_zeros(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def zeros() -> Any:
+        return tuple(int_to_f32(0) for _ in range(shape.head_dim // 4))
+
+    return zeros
+
+
+@traced("f" * 6)
+def start() -> Any:
+    low, zero = int_to_f32(0) + _NEVER, int_to_f32(0)
+    return low, low, zero, zero, zero, zero
+
+
+@traced("ff")
+def query_sums(query: Any) -> Any:
+    """The sums of q's columns 2t and 2t+1, by a product with ones."""
+    acc: Any = (0.0, 0.0, 0.0, 0.0)
+    one = 0x3C003C00
+    for step in range(len(query) // 2):
+        acc = mma(*acc, one, one, one, one, query[2 * step], query[2 * step + 1])
+    return acc[0], acc[1]
+
+
+# --- merging ---------------------------------------------------------------------------------------
+
+
+def make_send(launch: AttentionLaunch) -> Any:
+    shape, cluster, width = launch.shape, launch.cluster, launch.result_floats
+    owned = shape.head_dim // cluster
+
+    def put(local: Any, rank: Any, value: Any, bar: Any, condition: Any) -> None:
+        if cluster > 1:
+            store_async_f32(map_shared(local, rank), value, map_shared(bar, rank), condition)
+        else:
+            store_shared_f32_if(local, value, condition)
+
+    @traced()
+    def send(out: Any, state: Any, stream: Any, results: Any, lane: Any, bar: Any) -> None:
+        """Give a stream's result to the blocks that merge it, each its dims."""
+        g, t = lane >> 2, lane & 3
+        sums, offsets = [state[2], state[3]], [state[4], state[5]]
+        for mask in (4, 8, 16):
+            sums = [x + shuffle_xor_f32(x, mask) for x in sums]
+            offsets = [x + shuffle_xor_f32(x, mask) for x in offsets]
+        for odd in range(shape.num_columns):
+            column = 2 * t + odd
+            is_real = less(column, shape.group)
+            row = results + (stream * shape.group + column) * (width * 4)
+            for tile in range(shape.head_dim // 16):
+                for high in range(2):
+                    d = 16 * tile + 8 * high
+                    value = out[4 * tile + 2 * high + odd] + offsets[odd]
+                    put(row + (d % owned + g) * 4, d // owned, value, bar, is_real)
+            # lane g tells rank g
+            is_told = is_real & less(g, cluster)
+            rank = select_int(g, 0, is_told)
+            put(row + owned * 4, rank, state[odd], bar, is_told)
+            put(row + owned * 4 + 4, rank, sums[odd], bar, is_told)
+
+    return send
+
+
+def make_merge(launch: AttentionLaunch) -> Any:
+    shape, width = launch.shape, launch.result_floats
+    owned = shape.head_dim // launch.cluster
+
+    @traced("f")
+    def merge(results: Any, column: Any, d: Any) -> Any:
+        rows = [results + (s * shape.group + column) * (width * 4) for s in range(STREAMS)]
+        tops = [load_shared_f32(row + owned * 4) for row in rows]
+        top = tops[0]
+        for other in tops[1:]:
+            top = fmax(top, other)
+        total, out = int_to_f32(0), int_to_f32(0)
+        for s, row in enumerate(rows):
+            weight = exp2(tops[s] - top)
+            total = fma(weight, load_shared_f32(row + owned * 4 + 4), total)
+            out = fma(weight, load_shared_f32(row + d * 4), out)
+        return out * reciprocal(fmax(total, int_to_f32(1) * 1.0e-30))
+
+    return merge
+
+
+@traced("f" * 16)
+def no_scores() -> Any:
+    return tuple(int_to_f32(0) for _ in range(16))
+
+
+@traced("r" * 8)
+def no_weights() -> Any:
+    return (0,) * 8
+
+
+def make_slopes(shape: AttentionShape) -> Any:
+    @traced("ff")
+    def load_slopes(slopes: Any, kv_head: Any, lane: Any) -> Any:
+        if not shape.has_alibi:
+            return int_to_f32(0), int_to_f32(0)
+        column = (lane & 3) * 2
+        address = slopes + (kv_head * shape.group + column) * 4
+        first = load_f32_if(address, less(column, shape.group))
+        return first, load_f32_if(address + 4, less(column + 1, shape.group))
+
+    return load_slopes
+
+
+def make_place(launch: AttentionLaunch) -> Any:
+    @traced("r")
+    def place(row: Any, column: Any) -> Any:
+        return packed_place(row, column, launch.target, launch.column_tiles)
+
+    return place
