@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import http.client
 import logging
 import os
@@ -26,12 +27,22 @@ STOPPED_BY_SIGNAL = (130, 143)  # honcho's statuses for SIGINT and SIGTERM
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 STEADY_S = 1.0  # each web process becomes ready for itself, and any of them may answer
+PATHS = (
+    "TINYLOOP_MODEL_PATH",
+    "TINYLOOP_API_KEYS_FILE",
+    "TINYLOOP_CURVE_DIR",
+    "TINYLOOP_RUN_DIR",
+    "TINYLOOP_BUILD_DIR",
+)
 
 
 def main() -> int:
-    os.chdir(ROOT)
     logging.getLogger("scheduler.config").setLevel(logging.ERROR)  # the processes warn
     environ = dict(os.environ)
+    for name in PATHS:  # relative to where the caller is, not to where the stack runs
+        if environ.get(name):
+            environ[name] = os.path.abspath(environ[name])
+    os.chdir(ROOT)
     environ.setdefault("PORT", "8000")  # else honcho would choose 5000
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", "")])
     settings = Settings.from_env_or_exit(environ)
@@ -58,7 +69,11 @@ def check_port_is_free(settings: Settings) -> None:
         try:
             probe.bind((settings.host, settings.port))
         except OSError as ex:
-            where = f"a free port of {settings.host} ({ex.strerror or ex})"
+            reason = ex.strerror or ex
+            if isinstance(ex, socket.gaierror) or ex.errno == errno.EADDRNOTAVAIL:
+                here = f"an address of this machine ({reason})"
+                exit_bad_setting(BadSetting("HOST", settings.host, here))
+            where = f"a free port of {settings.host} ({reason})"
             exit_bad_setting(BadSetting("PORT", settings.port, where))
 
 

@@ -47,6 +47,7 @@ def stop(*args):
     os._exit(0)
 signal.signal(signal.SIGTERM, stop)
 print(sys.argv[1], "has port", os.environ["PORT"], flush=True)
+print(sys.argv[1], "serves", os.environ.get("TINYLOOP_MODEL_PATH"), flush=True)
 if os.environ.get("BAD") == sys.argv[1]:
     print("bad setting: X=1: expected 2", flush=True)
     sys.exit(78)
@@ -184,6 +185,22 @@ def test_a_port_in_use_is_one_line(launch: Launch) -> None:
     text = launch.output.read_text()
     assert text.startswith(f"bad setting: PORT={launch.port}: expected a free port")
     assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_a_host_that_is_not_ours_is_one_line_that_names_it(launch: Launch, host: str) -> None:
+    process = launch.start(HOST=host)
+    assert process.wait(20) == 78
+    text = launch.output.read_text()
+    assert text.startswith(f"bad setting: HOST={host}: expected an address of this machine")
+    assert text.count("\n") == 1
+
+
+def test_a_relative_path_is_one_of_the_caller_s(launch: Launch) -> None:
+    process = launch.start(TINYLOOP_MODEL_PATH="models/mine.tinyloop")  # its folder is /
+    launch.wait_for("worker serves /models/mine.tinyloop")
+    process.terminate()
+    assert process.wait(15) == 0
 
 
 def test_honcho_start_works_by_itself_on_its_own_port(launch: Launch) -> None:
