@@ -184,10 +184,6 @@ def update_shared(address: int, num_bytes: int, update: Callable[[int], int]) ->
         return old
 
 
-def atomic_add_shared(address: int, value: int) -> int:
-    return update_shared(address, 4, lambda old: (old + value) & 0xFFFFFFFF)
-
-
 def map_shared(address: int, rank: int) -> int:
     return (rank + 1) << _RANK_SHIFT | address
 

@@ -71,21 +71,6 @@ def shared_base() -> int:
 # --- global memory ---------------------------------------------------------------------------------
 
 
-@op("rrrr", "l", "ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
-def load_weights_128(address: int) -> Four:
-    return struct.unpack("<4I", emulator.read_global(address, 16))
-
-
-@op("rrrr", "l", "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
-def load_128(address: int) -> Four:
-    return struct.unpack("<4I", emulator.read_global(address, 16))
-
-
-@op("ffff", "l", "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
-def load_f32x4(address: int) -> Four:
-    return struct.unpack("<4f", emulator.read_global(address, 16))
-
-
 @op(
     "rrrr",
     "lr",
@@ -103,11 +88,6 @@ def load_128_if(address: int, condition: int) -> Four:
 @op("ff", "l", "ld.global.cg.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
-
-
-@op("rr", "l", "ld.global.cg.v2.u32 {$0,$1}, [$2];", volatile=True)
-def load_64(address: int) -> tuple[int, int]:
-    return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
 
 
 @op(
@@ -153,11 +133,6 @@ def load_f32(address: int) -> float:
     return float(struct.unpack("<f", emulator.read_global(address, 4))[0])
 
 
-@op("r", "l", "ld.global.cg.u32 $0, [$1];", volatile=True)
-def load_32(address: int) -> int:
-    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
-
-
 @op(
     "r",
     "lr",
@@ -178,16 +153,6 @@ def load_i32(address: int) -> int:
 @op("l", "l", "ld.global.cg.s64 $0, [$1];", volatile=True)
 def load_i64(address: int) -> int:
     return int(struct.unpack("<q", emulator.read_global(address, 8))[0])
-
-
-@op("r", "l", "{.reg .b16 h; ld.global.cg.u16 h, [$1]; cvt.u32.u16 $0, h;}", volatile=True)
-def load_16(address: int) -> int:
-    return int(struct.unpack("<H", emulator.read_global(address, 2))[0])
-
-
-@op("", "lrrrr", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", memory=True)
-def store_128(address: int, a: int, b: int, c: int, d: int) -> None:
-    emulator.write_global(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
 
 
 @op("", "lff", "st.global.v2.f32 [$0], {$1,$2};", memory=True)
@@ -223,12 +188,6 @@ def store_16_if(address: int, value: int, condition: int) -> None:
         emulator.write_global(address, struct.pack("<H", value & 0xFFFF))
 
 
-@op("", "lrr", "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.u32 [$0], $1;}", memory=True)
-def store_32_if(address: int, value: int, condition: int) -> None:
-    if condition:
-        emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
-
-
 @op("", "lf", "st.global.f32 [$0], $1;", memory=True)
 def store_f32(address: int, value: float) -> None:
     emulator.write_global(address, struct.pack("<f", value))
@@ -239,26 +198,6 @@ def store_32(address: int, value: int) -> None:
     emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
 
 
-@op("", "ll", "st.global.u64 [$0], $1;", memory=True)
-def store_64(address: int, value: int) -> None:
-    emulator.write_global(address, struct.pack("<Q", value & (2**64 - 1)))
-
-
-@op("", "lr", "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.u16 [$0], h;}", memory=True)
-def store_16(address: int, value: int) -> None:
-    emulator.write_global(address, struct.pack("<H", value & 0xFFFF))
-
-
-@op("", "lr", "st.global.u8 [$0], $1;", memory=True)
-def store_8(address: int, value: int) -> None:
-    emulator.write_global(address, struct.pack("<B", value & 0xFF))
-
-
-@op("r", "lr", "atom.global.add.u32 $0, [$1], $2;", memory=True)
-def atomic_add(address: int, value: int) -> int:
-    return emulator.atomic_add(address, value)
-
-
 @op("", "lr", "red.release.gpu.global.add.u32 [$0], $1;", memory=True)
 def add_release(address: int, value: int) -> None:
     emulator.atomic_add(address, value)
@@ -267,11 +206,6 @@ def add_release(address: int, value: int) -> None:
 @op("r", "l", "ld.acquire.gpu.global.u32 $0, [$1];", memory=True)
 def load_acquire(address: int) -> int:
     return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
-
-
-@op("", "lr", "cp.async.bulk.prefetch.L2.global [$0], $1;", memory=True)
-def prefetch_l2(address: int, num_bytes: int) -> None:
-    emulator.read_global(address, num_bytes)
 
 
 # --- shared memory ---------------------------------------------------------------------------------
@@ -297,19 +231,9 @@ def load_shared_32(address: int) -> int:
     return int(struct.unpack("<I", emulator.read_shared(address, 4))[0])
 
 
-@op("r", "r", "{.reg .b16 h; ld.shared.u16 h, [$1]; cvt.u32.u16 $0, h;}", volatile=True)
-def load_shared_16(address: int) -> int:
-    return int(struct.unpack("<H", emulator.read_shared(address, 2))[0])
-
-
 @op("", "rff", "st.shared.v2.f32 [$0], {$1,$2};", memory=True)
 def store_shared_f32x2(address: int, a: float, b: float) -> None:
     emulator.write_shared(address, struct.pack("<2f", a, b))
-
-
-@op("", "rf", "st.shared.f32 [$0], $1;", memory=True)
-def store_shared_f32(address: int, value: float) -> None:
-    emulator.write_shared(address, struct.pack("<f", value))
 
 
 @op("", "rfr", "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1;}", memory=True)
@@ -323,16 +247,6 @@ def store_shared_32(address: int, value: int) -> None:
     emulator.write_shared(address, struct.pack("<I", value & 0xFFFFFFFF))
 
 
-@op("", "rr", "{.reg .b16 h; cvt.u16.u32 h, $1; st.shared.u16 [$0], h;}", memory=True)
-def store_shared_16(address: int, value: int) -> None:
-    emulator.write_shared(address, struct.pack("<H", value & 0xFFFF))
-
-
-@op("", "rrrrr", "st.shared.v4.u32 [$0], {$1,$2,$3,$4};", memory=True)
-def store_shared_128(address: int, a: int, b: int, c: int, d: int) -> None:
-    emulator.write_shared(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
-
-
 @op(
     "",
     "rrrrrr",
@@ -342,11 +256,6 @@ def store_shared_128(address: int, a: int, b: int, c: int, d: int) -> None:
 def store_shared_128_if(address: int, a: int, b: int, c: int, d: int, condition: int) -> None:
     if condition:
         emulator.write_shared(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
-
-
-@op("r", "rr", "atom.shared.add.u32 $0, [$1], $2;", memory=True)
-def atomic_add_shared(address: int, value: int) -> int:
-    return emulator.atomic_add_shared(address, value)
 
 
 @op("", "rr", "red.shared.max.u32 [$0], $1;", memory=True)
@@ -382,34 +291,6 @@ def map_shared(address: int, rank: int) -> int:
 
 @op(
     "",
-    "rffr",
-    "{.reg .pred p; setp.gt.s32 p, $3, 0; @p st.shared::cluster.v2.f32 [$0], {$1,$2};}",
-    memory=True,
-)
-def store_cluster_f32x2(address: int, a: float, b: float, condition: int) -> None:
-    """Store where `condition` > 0."""
-    if condition > 0:
-        emulator.write_shared(address, struct.pack("<2f", a, b))
-
-
-@op("", "rf", "st.shared::cluster.f32 [$0], $1;", memory=True)
-def store_cluster_f32(address: int, value: float) -> None:
-    emulator.write_shared(address, struct.pack("<f", value))
-
-
-@op(
-    "",
-    "rfr",
-    "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared::cluster.f32 [$0], $1;}",
-    memory=True,
-)
-def store_cluster_f32_if(address: int, value: float, condition: int) -> None:
-    if condition:
-        emulator.write_shared(address, struct.pack("<f", value))
-
-
-@op(
-    "",
     "rffrr",
     "{.reg .pred p; setp.gt.s32 p, $4, 0; @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
     ".v2.f32 [$0], {$1,$2}, [$3];}",
@@ -437,11 +318,6 @@ def store_async_f32(address: int, value: float, barrier: int, condition: int) ->
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_cluster_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
-
-
-@op("f", "r", "ld.shared::cluster.f32 $0, [$1];", volatile=True)
-def load_cluster_f32(address: int) -> float:
-    return float(struct.unpack("<f", emulator.read_shared(address, 4))[0])
 
 
 # --- barriers, bulk copies, kernel order -----------------------------------------------------------
@@ -486,11 +362,6 @@ def grid_dependency_wait() -> None:
 @op("", "", "fence.proxy.async;", memory=True)
 def fence_async() -> None:
     """Order this thread's ordinary accesses before its later bulk copies."""
-
-
-@op("", "", "fence.acq_rel.gpu;", memory=True)
-def fence_gpu() -> None:
-    """Order this thread's accesses for the whole device."""
 
 
 @op("", "rr", "mbarrier.init.shared.b64 [$0], $1;", memory=True)
@@ -548,11 +419,6 @@ def fmax(a: float, b: float) -> float:
     return max(a, b)
 
 
-@op("f", "ff", "min.f32 $0, $1, $2;")
-def fmin(a: float, b: float) -> float:
-    return min(a, b)
-
-
 @op("f", "f", "ex2.approx.ftz.f32 $0, $1;")
 def exp2(x: float) -> float:
     return 0.0 if x == -math.inf else _f32(2.0**x)
@@ -568,11 +434,6 @@ def rsqrt(x: float) -> float:
     return _f32(1.0 / math.sqrt(x))
 
 
-@op("f", "f", "tanh.approx.f32 $0, $1;")
-def tanh_fast(x: float) -> float:
-    return _f32(math.tanh(x))
-
-
 @op("f", "f", "rcp.approx.ftz.f32 $0, $1;")
 def reciprocal(x: float) -> float:
     return _f32(1.0 / x) if x else math.inf
@@ -581,11 +442,6 @@ def reciprocal(x: float) -> float:
 @op("f", "r", "cvt.rn.f32.s32 $0, $1;")
 def int_to_f32(x: int) -> float:
     return _f32(x)
-
-
-@op("r", "f", "cvt.rni.s32.f32 $0, $1;")
-def f32_to_int(x: float) -> int:
-    return int(np.rint(np.float32(x)))
 
 
 @op("l", "f", "cvt.rzi.s64.f32 $0, $1;")
@@ -612,39 +468,6 @@ def pack_half2(low: float, high: float) -> int:
 @op("ff", "r", "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}")
 def unpack_half2(bits: int) -> tuple[float, float]:
     return _half(bits), _half(bits >> 16)
-
-
-@op("r", "ff", "cvt.rn.bf16x2.f32 $0, $2, $1;")
-def pack_bf162(low: float, high: float) -> int:
-    def cut(x: float) -> int:
-        bits = bits_of(x)
-        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-    return cut(low) | cut(high) << 16
-
-
-@op("r", "rrr", "lop3.b32 $0, $1, $2, $3, 0xEA;")
-def and_or(a: int, mask: int, bits: int) -> int:
-    """(a & mask) | bits."""
-    return (a & mask) | bits
-
-
-@op("r", "rr", "sub.rn.f16x2 $0, $1, $2;")
-def half2_sub(a: int, b: int) -> int:
-    return _half_bits(_half(a) - _half(b)) | _half_bits(_half(a >> 16) - _half(b >> 16)) << 16
-
-
-@op("r", "rrr", "fma.rn.f16x2 $0, $1, $2, $3;")
-def half2_fma(a: int, b: int, c: int) -> int:
-    low = _half(a) * _half(b) + _half(c)
-    return _half_bits(low) | _half_bits(_half(a >> 16) * _half(b >> 16) + _half(c >> 16)) << 16
-
-
-@op("r", "rrr", "prmt.b32 $0, $1, $2, $3;")
-def permute_bytes(a: int, b: int, selector: int) -> int:
-    data = struct.pack("<2I", a & 0xFFFFFFFF, b & 0xFFFFFFFF)
-    picked = bytes(data[selector >> 4 * i & 7] for i in range(4))
-    return int(struct.unpack("<I", picked)[0])
 
 
 @op("f", "ffr", "{.reg .pred p; setp.ne.s32 p, $3, 0; selp.f32 $0, $1, $2, p;}")
@@ -688,11 +511,6 @@ def remainder(a: int, b: int) -> int:
     return a % b
 
 
-@op("r", "rr", "mul.hi.u32 $0, $1, $2;")
-def mul_high(a: int, b: int) -> int:
-    return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF) >> 32
-
-
 @op("r", "rr", "mul.lo.u32 $0, $1, $2;")
 def mul_low(a: int, b: int) -> int:
     return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF) & 0xFFFFFFFF
@@ -723,20 +541,9 @@ def shuffle_xor_f32(value: float, mask: int) -> float:
     return float(warp.exchange(value)[emulator.current().lane ^ mask])
 
 
-@op("r", "rr", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
-def shuffle_xor(value: int, mask: int) -> int:
-    warp = emulator.current().warp
-    return int(warp.exchange(value)[emulator.current().lane ^ mask])
-
-
 @op("r", "rr", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
 def shuffle_from(value: int, lane: int) -> int:
     return int(emulator.current().warp.exchange(value)[lane & 31])
-
-
-@op("f", "fr", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
-def shuffle_from_f32(value: float, lane: int) -> float:
-    return float(emulator.current().warp.exchange(value)[lane & 31])
 
 
 @op("r", "r", "redux.sync.max.u32 $0, $1, 0xffffffff;", volatile=True)
@@ -813,11 +620,4 @@ def sum_of_warp(value: float) -> float:
     """The sum over the warp, the same bits in every lane."""
     for mask in (1, 2, 4, 8, 16):
         value = value + shuffle_xor_f32(value, mask)
-    return value
-
-
-@traced("f")
-def max_of_warp(value: float) -> float:
-    for mask in (1, 2, 4, 8, 16):
-        value = fmax(value, shuffle_xor_f32(value, mask))
     return value
