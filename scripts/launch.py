@@ -22,7 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from scheduler.config import BadSetting, Settings, exit_bad_setting  # noqa: E402
+from scripts.foreman import go_on_unread  # noqa: E402
 
+FOREMAN = str(ROOT / "scripts" / "foreman.py")
 STOPPED_BY_SIGNAL = (130, 143)  # honcho's statuses for SIGINT and SIGTERM
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
@@ -37,6 +39,7 @@ PATHS = (
 
 
 def main() -> int:
+    go_on_unread()
     logging.getLogger("scheduler.config").setLevel(logging.ERROR)  # the processes warn
     environ = dict(os.environ)
     for name in PATHS:  # relative to where the caller is, not to where the stack runs
@@ -49,7 +52,7 @@ def main() -> int:
     check_port_is_free(settings)
     honcho = subprocess.Popen(
         # no .env file: it would override the caller's PORT
-        [sys.executable, "-m", "honcho", "-e", os.devnull, "-f", str(ROOT / "Procfile"), "start"],
+        [sys.executable, FOREMAN, "-e", os.devnull, "-f", str(ROOT / "Procfile"), "start"],
         env=environ,
         start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
         preexec_fn=stop_with_parent,

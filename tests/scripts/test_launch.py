@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,12 @@ class Launch:
     def __init__(self, tree: Path) -> None:
         (tree / "scripts").mkdir()
         (tree / "scheduler").mkdir()
-        for name in ("scripts/launch.py", "scripts/keep", "scheduler/config.py"):
+        for name in (
+            "scripts/launch.py",
+            "scripts/foreman.py",
+            "scripts/keep",
+            "scheduler/config.py",
+        ):
             shutil.copy(ROOT / name, tree / name)
         (tree / "web.py").write_text(WEB)
         (tree / "other.py").write_text(OTHER)
@@ -151,6 +157,26 @@ def test_a_signal_drains_and_ends_with_0_and_leaves_nothing(
     assert "SIGKILL" not in text
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_serves_and_stops_when_nobody_reads_its_output_any_more(
+    launch: Launch, number: signal.Signals
+) -> None:
+    command = f"exec {sys.executable} scripts/launch.py > >(head -n 1 >&2) 2>&1"
+    process = launch.start(["bash", "-c", command])
+    deadline = time.monotonic() + 15
+    while not is_ready(launch.port):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)  # it has said so, to nobody
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(15) == (0 if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 15
+    while launch.left_behind():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_nothing_is_left_when_it_is_killed_itself(launch: Launch) -> None:
     process = launch.start()
     launch.wait_for("TinyLoop is ready")
@@ -223,3 +249,11 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2):
+            return True
+    except OSError:
+        return False
