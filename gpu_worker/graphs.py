@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import attention, layouts, linear, step
+from kernels import attention, fragments, linear, step
 from kernels.attention import NO_WINDOW, AttentionLaunch, AttentionShape
 from kernels.compiler import Variant
+from kernels.fragments import RANKS, ProductShape
 from kernels.launch import Library
-from kernels.layouts import RANKS, ProductShape
 from kernels.linear import CLUSTERS, HeadShape, Launch
 
 _BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
@@ -233,21 +233,21 @@ class DecodeWeights:
         d, ff = spec.d_model, spec.d_ff
         self.shapes = product_shapes(spec)
         rows = {
-            "qkv": layouts.qkv_rows(
+            "qkv": fragments.qkv_rows(
                 spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.is_half_pairing and spec.is_rotary,
                 self.shapes["qkv"],
             ),
-            "o": layouts.plain_rows(d, self.shapes["o"]),
-            "gate_up": layouts.gated_rows(ff, self.shapes["gate_up"]),
-            "down": layouts.plain_rows(d, self.shapes["down"]),
-            "head": layouts.plain_rows(spec.vocab, self.shapes["head"]),
+            "o": fragments.plain_rows(d, self.shapes["o"]),
+            "gate_up": fragments.gated_rows(ff, self.shapes["gate_up"]),
+            "down": fragments.plain_rows(d, self.shapes["down"]),
+            "head": fragments.plain_rows(spec.vocab, self.shapes["head"]),
         }  # fmt: skip
         self.packed: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             kind = name.rsplit(".", 1)[-1]
             if kind in rows:
                 order = rows[kind].to(tensor.device)
-                self.packed[name] = layouts.pack_weight(tensor, self.shapes[kind], order)
+                self.packed[name] = fragments.pack_weight(tensor, self.shapes[kind], order)
             else:
                 self.packed[name] = tensor.contiguous()
 
@@ -307,7 +307,7 @@ class DecodeRunner:
         tiles = column_tiles_for(rows)
         self.mixed, self.hidden = (
             torch.zeros(
-                layouts.packed_size(rows, weights.shapes[name], tiles),
+                fragments.packed_size(rows, weights.shapes[name], tiles),
                 dtype=torch.half,
                 device=device,
             )

@@ -39,6 +39,7 @@ from kernels.attention_parts import (
 )
 from kernels.compiler import Variant
 from kernels.device_code import device_function
+from kernels.fragments import ProductShape
 from kernels.intrinsics import (
     block_x,
     bulk_copy,
@@ -64,7 +65,6 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
-from kernels.layouts import ProductShape
 
 NO_WINDOW = 1 << 30
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernels.device_code import traced
+from kernels.fragments import packed_place
 from kernels.intrinsics import (
     exp2,
     fma,
@@ -31,7 +32,6 @@ from kernels.intrinsics import (
     transpose_8x8,
     unpack_half2,
 )
-from kernels.layouts import packed_place
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionLaunch, AttentionShape

@@ -49,7 +49,7 @@ def _source_digest(module: str) -> str:
     digest = hashlib.sha256(TOOLCHAIN.encode())
     folder = Path(__file__).parent
     shared = [
-        folder / f"{name}.py" for name in ("compiler", "device_code", "intrinsics", "layouts")
+        folder / f"{name}.py" for name in ("compiler", "device_code", "intrinsics", "fragments")
     ]
     for path in shared + sorted(folder.glob(f"{module.split('.')[-1]}*.py")):
         digest.update(path.name.encode() + path.read_bytes())

@@ -7,7 +7,7 @@ partial sums to the block that owns the outputs, add the 8 x sub_slices partials
 activation, rotary and cache write, or a plain store).
 
 Every variant adds the same chains in the same order: neither the row count, nor the launch shape, nor the way the
-partials travel changes a bit. `layouts.py` gives the order of the weights.
+partials travel changes a bit. `fragments.py` gives the order of the weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from kernels.compiler import Variant
 from kernels.device_code import device_function
+from kernels.fragments import RANKS, ProductShape
 from kernels.intrinsics import (
     block_x,
     block_y,
@@ -42,7 +43,6 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
-from kernels.layouts import RANKS, ProductShape
 from kernels.linear_parts import (
     BARS,
     PULL_ROW,

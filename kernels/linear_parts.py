@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernels.device_code import device_function, traced
+from kernels.fragments import RANKS, ProductShape, key_place, packed_place, value_place
 from kernels.intrinsics import (
     block_y,
     bulk_copy,
@@ -49,7 +50,6 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
-from kernels.layouts import RANKS, ProductShape, key_place, packed_place, value_place
 
 if TYPE_CHECKING:
     from kernels.linear import HeadShape, Launch
@@ -208,7 +208,7 @@ def make_stage_half(launch: Launch) -> Any:
 
 
 def make_stage_packed(launch: Launch) -> Any:
-    """x is fp16 in the order of `layouts.packed_place`: one bulk copy brings this block's piece."""
+    """x is fp16 in the order of `fragments.packed_place`: one bulk copy brings this block's piece."""
     x_bytes = launch.x_bytes
     bar_at = launch.shared_bytes - BARS
 

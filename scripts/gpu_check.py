@@ -33,7 +33,7 @@ from gpu_worker.graphs import (  # noqa: E402
     DecodeWeights,
     launches_to_try,
 )
-from kernels import layouts, reference, sampling  # noqa: E402
+from kernels import fragments, reference, sampling  # noqa: E402
 from kernels.launch import Library  # noqa: E402
 
 READ_TB_S = 4.43  # measured read bandwidth of an H200
@@ -120,8 +120,8 @@ def cached(runner: DecodeRunner, row: int, loop: int, layer: int) -> tuple[Tenso
     def exact(pool: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         data = pool[ids].view(torch.half).view(len(ids), spec.layers, heads, 2, 64 * dim)[:, layer]
         return (
-            layouts.unpack_keys(data[:, :, 0], dim).float(),
-            layouts.unpack_values(data[:, :, 1], dim).float(),
+            fragments.unpack_keys(data[:, :, 0], dim).float(),
+            fragments.unpack_values(data[:, :, 1], dim).float(),
         )
 
     if spec.kv_format == "fp16":
@@ -132,8 +132,8 @@ def cached(runner: DecodeRunner, row: int, loop: int, layer: int) -> tuple[Tenso
         own = runner.exact_blocks[row, loop].long().view(1)
         parts = [
             (
-                layouts.unpack_int4(data[:, :, 0], dim, is_value=False),
-                layouts.unpack_int4(data[:, :, 1], dim, is_value=True),
+                fragments.unpack_int4(data[:, :, 0], dim, is_value=False),
+                fragments.unpack_int4(data[:, :, 1], dim, is_value=True),
             ),
             exact(runner.cache.exact, own),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ VOCAB = 40
 
 
 def sampling(
-    prompt: list[int], generated: list[int] = [], seed: int = 5, **params: Any
-) -> Sampling:  # noqa: B006
+    prompt: list[int], generated: Sequence[int] = (), seed: int = 5, **params: Any
+) -> Sampling:
     made = Sampling(Params(**{"loops": 1, "max_tokens": 9, **params}), seed, prompt)
     for token in generated:
         made.add(token)

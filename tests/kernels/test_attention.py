@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import attention, emulator, layouts
+from kernels import attention, emulator, fragments
 from kernels.attention import AttentionLaunch, AttentionShape
-from kernels.layouts import ProductShape
+from kernels.fragments import ProductShape
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -86,13 +86,13 @@ def test_fp16_matches_softmax_attention(
     cache = torch.empty(rows * blocks, kv, 2, 64 * dim).half()
     for row in range(rows):
         for b in range(blocks):
-            cache[tables[row, 0, b], :, 0] = layouts.pack_keys(k[row, :, b * 64 : b * 64 + 64])
-            cache[tables[row, 0, b], :, 1] = layouts.pack_values(v[row, :, b * 64 : b * 64 + 64])
+            cache[tables[row, 0, b], :, 0] = fragments.pack_keys(k[row, :, b * 64 : b * 64 + 64])
+            cache[tables[row, 0, b], :, 1] = fragments.pack_values(v[row, :, b * 64 : b * 64 + 64])
     window, sinks = (40, 3) if kind == "window_alibi" else (NO_WINDOW, 0)
     slopes = torch.tensor([0.25, 0.0625]) if kind == "window_alibi" else None
     shape = AttentionShape(kv, heads // kv, dim, "fp16", slopes is not None)
     target = ProductShape(16, heads * dim, 1)
-    out = torch.full((layouts.packed_size(rows, target, 1),), float("nan")).half()
+    out = torch.full((fragments.packed_size(rows, target, 1),), float("nan")).half()
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
     info = torch.tensor([[max(p, 0) >> 6, 0] for p in positions], dtype=torch.int32)
     _run(
@@ -100,7 +100,9 @@ def test_fp16_matches_softmax_attention(
         cache.stride(0) * 2, tables, torch.tensor(positions, dtype=torch.int32), info,
         slopes * LOG2E if slopes is not None else 0, out, 0, 1, blocks, window, sinks,
     )  # fmt: skip
-    place = layouts.packed_place(torch.arange(rows)[:, None], torch.arange(heads * dim), target, 1)
+    place = fragments.packed_place(
+        torch.arange(rows)[:, None], torch.arange(heads * dim), target, 1
+    )
     out = out[place]
     for row, position in enumerate(positions):
         if position < 0:
@@ -119,15 +121,15 @@ def test_int4_reads_stored_blocks_and_the_own_block_exactly() -> None:
     for b in range(2):
         for part, x in ((0, k), (1, v)):
             block = x[0, :, b * 64 : b * 64 + 64].float()
-            packed, restored = layouts.pack_int4(block, is_value=part == 1)
+            packed, restored = fragments.pack_int4(block, is_value=part == 1)
             size = 32 * dim + 256
             stored[tables[0, 0, b], :, part * size : (part + 1) * size] = packed
             x[0, :, b * 64 : b * 64 + 64] = restored.half()
             k_or_v = k if part == 0 else v
             assert torch.equal(k_or_v[0, :, b * 64 : b * 64 + 64], restored.half())
     exact = torch.empty(3, kv, 2, 64 * dim).half()
-    exact[2, :, 0] = layouts.pack_keys(k[0, :, 128:192])
-    exact[2, :, 1] = layouts.pack_values(v[0, :, 128:192])
+    exact[2, :, 0] = fragments.pack_keys(k[0, :, 128:192])
+    exact[2, :, 1] = fragments.pack_values(v[0, :, 128:192])
     shape = AttentionShape(kv, heads // kv, dim, "int4")
     out = torch.full((8 * 256,), float("nan")).half()
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
@@ -138,5 +140,7 @@ def test_int4_reads_stored_blocks_and_the_own_block_exactly() -> None:
         0, 1, 3, NO_WINDOW, 0,
     )  # fmt: skip
     want = _expected(q[0], k[0], v[0], position, NO_WINDOW, 0, None).flatten()
-    place = layouts.packed_place(0, torch.arange(heads * dim), ProductShape(16, heads * dim, 1), 1)
+    place = fragments.packed_place(
+        0, torch.arange(heads * dim), ProductShape(16, heads * dim, 1), 1
+    )
     torch.testing.assert_close(out[place].double(), want, rtol=5e-3, atol=5e-3)

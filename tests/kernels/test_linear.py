@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import emulator, layouts, linear
+from kernels import emulator, fragments, linear
 from kernels.compiler import Variant
-from kernels.layouts import ProductShape
+from kernels.fragments import ProductShape
 from kernels.linear import HeadShape, Launch
 
 
@@ -65,7 +65,7 @@ def test_store_matches_pytorch(rows: int, launch: Launch) -> None:
     torch.manual_seed(rows)
     n, k = launch.shape.n, launch.shape.k
     weight, x = _weight(n, k), torch.randn(rows, k).half()
-    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(n, launch.shape))
+    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(n, launch.shape))
     out = torch.full((rows, n), float("nan"))
     variant = linear.store_product("t", launch, "half")
     _run(variant, launch.clusters, -(-rows // launch.columns), packed, x, 0, 0, rows, 0.0, out)
@@ -79,7 +79,7 @@ def test_rounds_go_through_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     n, k, rows = launch.shape.n, launch.shape.k, 2
     assert launch.rounds == 5
     weight, x, gain = _weight(n, k), torch.randn(rows, k), torch.rand(k) + 0.5
-    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(n, launch.shape))
+    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(n, launch.shape))
     out = torch.full((rows, n), float("nan"))
     variant = linear.store_product("t", launch, "norm")
     _run(variant, launch.clusters, 1, packed, x, _squares(x), gain, rows, 1e-6, out)
@@ -90,7 +90,7 @@ def test_residual_adds_and_leaves_the_sums_of_squares() -> None:
     torch.manual_seed(1)
     launch = Launch(ProductShape(32, 256, 1), 1, 1, 1, True)
     weight, h, x = _weight(32, 256), torch.randn(3, 256).half(), torch.randn(3, 32)
-    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(32, launch.shape))
+    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(32, launch.shape))
     expected = x + h.float() @ weight.float().T
     squares = torch.full((3, 2), float("nan"))
     _run(linear.residual_product("t", launch, "half"), 2, 1, packed, h, 0, 0, 3, 0.0, x, squares)
@@ -102,16 +102,16 @@ def test_gated_matches_swiglu() -> None:
     torch.manual_seed(2)
     launch = Launch(ProductShape(2 * 24, 256, 1), 1, 1, 1, True)
     weight, x, gain = _weight(48, 256), torch.randn(2, 256), torch.rand(256) + 0.5
-    packed = layouts.pack_weight(weight, launch.shape, layouts.gated_rows(24, launch.shape))
+    packed = fragments.pack_weight(weight, launch.shape, fragments.gated_rows(24, launch.shape))
     target = ProductShape(16, 24, 1)
-    out = torch.full((layouts.packed_size(2, target, 1),), float("nan")).half()
+    out = torch.full((fragments.packed_size(2, target, 1),), float("nan")).half()
     _run(
         linear.gated_product("t", launch, target), launch.clusters, 1,
         packed, x, _squares(x), gain, 2, 1e-6, out,
     )  # fmt: skip
     y = _normed(x, gain) @ weight.float().T
     expected = torch.nn.functional.silu(y[:, :24]) * y[:, 24:]
-    place = layouts.packed_place(torch.arange(2)[:, None], torch.arange(24), target, 1)
+    place = fragments.packed_place(torch.arange(2)[:, None], torch.arange(24), target, 1)
     torch.testing.assert_close(out[place].float(), expected, rtol=2e-3, atol=2e-3)
 
 
@@ -119,9 +119,9 @@ def test_packed_input_arrives_by_one_copy() -> None:
     torch.manual_seed(4)
     launch = Launch(ProductShape(16, 256, 1), 1, 1, 2, True)
     weight, h, rows = _weight(16, 256), torch.randn(19, 256).half(), 19
-    packed = layouts.pack_weight(weight, launch.shape, layouts.plain_rows(16, launch.shape))
-    ordered = torch.zeros(layouts.packed_size(rows, launch.shape, 2)).half()
-    place = layouts.packed_place(torch.arange(rows)[:, None], torch.arange(256), launch.shape, 2)
+    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(16, launch.shape))
+    ordered = torch.zeros(fragments.packed_size(rows, launch.shape, 2)).half()
+    place = fragments.packed_place(torch.arange(rows)[:, None], torch.arange(256), launch.shape, 2)
     ordered[place] = h
     out = torch.full((rows, 16), float("nan"))
     _run(linear.store_product("t", launch, "packed"), 1, 2, packed, ordered, 0, 0, rows, 0.0, out)
@@ -134,8 +134,8 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
     dim, heads, kv, d, rows = 32, 2, 1, 256, 2
     launch = Launch(ProductShape((heads + 2 * kv) * dim, d, 1), 1, 1, 1, True)
     weight, x, gain = _weight(launch.shape.n, d), torch.randn(rows, d), torch.ones(d)
-    order = layouts.qkv_rows(heads, kv, dim, is_half, launch.shape)
-    packed = layouts.pack_weight(weight, launch.shape, order)
+    order = fragments.qkv_rows(heads, kv, dim, is_half, launch.shape)
+    packed = fragments.pack_weight(weight, launch.shape, order)
     shape = HeadShape(heads, kv, dim, True, is_half)
     cache = torch.zeros(3, kv, 2, 64 * dim).half()
     slots = torch.tensor([2 * 64 + 5, -1], dtype=torch.int32)
@@ -159,8 +159,8 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
     tolerance = {"rtol": 2e-3, "atol": 2e-3}
     torch.testing.assert_close(q[0].float(), turn(y[0, :heads]) * scale, **tolerance)
     assert not q[1].any()
-    keys = layouts.unpack_keys(cache[2, 0, 0], dim)
-    values = layouts.unpack_values(cache[2, 0, 1], dim)
+    keys = fragments.unpack_keys(cache[2, 0, 0], dim)
+    values = fragments.unpack_values(cache[2, 0, 1], dim)
     torch.testing.assert_close(keys[5].float(), turn(y[0, heads]), **tolerance)
     torch.testing.assert_close(values[5].float(), y[0, heads + kv], **tolerance)
     assert torch.count_nonzero(cache) <= 2 * dim
@@ -168,8 +168,8 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
 
 def test_cache_order_round_trips() -> None:
     x = torch.randn(3, 64, 96).half()
-    assert torch.equal(layouts.unpack_keys(layouts.pack_keys(x), 96), x)
-    assert torch.equal(layouts.unpack_values(layouts.pack_values(x), 96), x)
+    assert torch.equal(fragments.unpack_keys(fragments.pack_keys(x), 96), x)
+    assert torch.equal(fragments.unpack_values(fragments.pack_values(x), 96), x)
     p, d = 37, 53
-    assert layouts.pack_keys(x)[1, layouts.key_place(p, d, 96)] == x[1, p, d]
-    assert layouts.pack_values(x)[1, layouts.value_place(p, d)] == x[1, p, d]
+    assert fragments.pack_keys(x)[1, fragments.key_place(p, d, 96)] == x[1, p, d]
+    assert fragments.pack_values(x)[1, fragments.value_place(p, d)] == x[1, p, d]
