@@ -16,9 +16,9 @@ from frontend.fields import Fields, check_token_ids
 from frontend.model import ServedModel
 from frontend.requests import Asked, Prompt
 from frontend.sampling import MAX_LOGPROBS, loop_warnings, read_params, read_seed, read_speculation
+from scheduler.validate import MAX_SEQUENCES
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
-MAX_SEQUENCES = 256
 _UNSUPPORTED = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema",
     "allowed_token_ids", "use_beam_search", "audio", "web_search_options", "logits_processors",

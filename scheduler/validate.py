@@ -27,7 +27,7 @@ from scheduler.messages import (
 )
 from scheduler.request import num_blocks
 
-MAX_SEQUENCES = 4096
+MAX_SEQUENCES = 256  # of one request: every event of one of them looks at all
 MAX_TEXT = 1024  # characters of a label, salt or name
 MAX_LIST = 65_536  # entries of a bias or stop list
 MAX_HELD = 65_536

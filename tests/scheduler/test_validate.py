@@ -27,6 +27,7 @@ from scheduler.messages import (
     Tokens,
     WorkerBeat,
 )
+from scheduler.validate import MAX_SEQUENCES
 from tests.scheduler.rig import DIGEST, LIMITS, Rig, client_id, prompt, tokens
 
 INF, NAN = math.inf, math.nan
@@ -56,6 +57,15 @@ BAD_SUBMITS: list[dict[str, Any]] = [
     {"priority": 101}, {"priority": -101}, {"slo_ms": 0.0}, {"slo_ms": NAN}, {"slo_ms": -INF}, {"timeout_s": -1.0},
     {"timeout_s": INF}, {"salt": "s" * 2000},
 ]  # fmt: skip
+
+
+def test_a_request_of_too_many_sequences_is_refused() -> None:
+    rig = Rig()
+    rig.worker()
+    sequence = SequenceSpec(Tokens([1]), 1)
+    wrong = rig.client().submit(sequences=(sequence,) * (MAX_SEQUENCES + 1))
+    rig.run(1)
+    assert isinstance(wrong.answer, Rejected) and str(MAX_SEQUENCES) in wrong.answer.message
 
 
 @pytest.mark.parametrize("bad", BAD_PARAMS + BAD_SUBMITS, ids=str)
