@@ -234,7 +234,8 @@ class Engine:
                 budget -= end - sequence.num_computed
             if end > sequence.num_computed:
                 works.append(Work(sequence, sequence.num_computed, end))
-        return speculative.with_guesses(works, self.model, self.cache, len(self._running))
+        is_paying = len(self._running) <= self.options.max_speculating
+        return speculative.with_guesses(works, self.model, self.cache, is_paying)
 
     def _find_blocks(self, works: list[Work]) -> list[Work]:
         """Extends the tables of the planned sequences, oldest first; who finds no room makes the youngest leave."""

@@ -31,7 +31,11 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine runs; see the settings of the same names. `num_blocks` 0: as many as memory and `max_rows` suggest."""
+    """How an engine runs; see the settings of the same names.
+
+    `num_blocks` 0: as many as memory and `max_rows` suggest. `max_speculating`: running sequences up to which guesses are made; with
+    more, their rows cost more than they bring (docs/speculation.md has the measurement).
+    """
 
     device: str = "cpu"
     kv_format: str = "fp32"
@@ -45,6 +49,7 @@ class EngineOptions:
     h_mode_fp16_attn_qkv: bool = False
     commit: str | None = None
     hf_home: str = ""
+    max_speculating: int = 2
 
 
 def resolve(config: ModelConfig, options: EngineOptions) -> EngineOptions:

@@ -33,7 +33,6 @@ from gpu_worker.sampler import Draw
 from gpu_worker.sequence import Sequence
 from kernels.layout import BLOCK_SIZE, NUM_SINKS
 
-MAX_OCCUPANCY = 8  # running sequences beyond which the rows of guesses cost more than they bring
 LEVEL_WIDTH = 4  # nodes per level of a tree; 8 would be twice the rows for 7 % fewer passes
 MAX_NODES = 63  # of a tree beside its root: with it, no more than two blocks
 
@@ -341,13 +340,13 @@ def _best(ops: Any, logits: Tensor, draws: list[Draw], counts: list[int]) -> lis
     return chosen
 
 
-def with_guesses(works: list[Work], model: Model, cache: KVCache, num_sequences: int) -> list[Work]:
+def with_guesses(works: list[Work], model: Model, cache: KVCache, is_paying: bool) -> list[Work]:
     """The plan of a step with guesses in place of the plain works of sequences that asked for them and are ready.
 
     A sequence guesses from its second generated token on: the prompt's last row runs as part of the prompt. Waves need company that
-    pauses with them after every segment, which plain rows do not: beside others, a pipelined sequence guesses in chains.
+    pauses with them after every segment, which plain rows do not: beside others, a pipelined sequence guesses in chains. If it is
+    not `is_paying`, nobody guesses and waves under way are dropped.
     """
-    is_paying = num_sequences <= MAX_OCCUPANCY
     ready = [is_paying and _is_ready(work) for work in works]
     if all(ready) and all(w.sequence.params.speculation == "pipelined" for w in works):
         return [Wave(work.sequence, cache.is_folding) for work in works]

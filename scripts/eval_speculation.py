@@ -88,6 +88,7 @@ def main() -> None:
     length = args.prompt_tokens + args.tokens
     options = EngineOptions(
         max_rows=args.at_once,
+        max_speculating=args.at_once,
         max_seq_len=length + 64,
         prefill_chunk=args.at_once * args.prompt_tokens,
     )

@@ -78,11 +78,8 @@ class Toys:
         self, variant: str = "pre", calm: float = 0.3, overrides: Any = None, **options: Any
     ) -> Engine:
         options = {
-            "max_rows": 8,
-            "num_blocks": 600,
-            "max_seq_len": 256,
-            "prefill_chunk": 64,
-        } | options
+            "max_rows": 8, "num_blocks": 600, "max_seq_len": 256, "prefill_chunk": 64, "max_speculating": 8, **options
+        }  # fmt: skip
         path = self.path(variant, calm, **(overrides or {}))
         return Engine(artifact.load(path), EngineOptions(**options))  # type: ignore[arg-type]
 
@@ -369,6 +366,21 @@ def test_a_guess_makes_nobody_leave(toys: Toys, num_columns: int) -> None:
     for run in runs:
         same(got[run.sequence_id], expected[run.sequence_id])
         assert got[run.sequence_id].drafted_tokens > 38
+
+
+def test_guessing_stops_where_it_does_not_pay(toys: Toys) -> None:
+    rng = random.Random(12)
+    runs = [
+        make_run(i, random_prompt(rng, 512, 20), loops=LOOPS, max_tokens=length, **WAYS["chain"])
+        for i, length in enumerate((12, 12, 40))
+    ]
+    crowded = collect(toys.engine(max_speculating=2), runs)
+    assert [crowded[i].drafted_tokens for i in range(2)] == [0, 0]
+    assert crowded[2].drafted_tokens > 0  # when the others were done
+    free = collect(toys.engine(max_speculating=3), runs)
+    for run in runs:
+        assert free[run.sequence_id].drafted_tokens > 0
+        same(crowded[run.sequence_id], free[run.sequence_id])
 
 
 def test_the_pace_follows_acceptance() -> None:
