@@ -158,7 +158,8 @@ class Prefixes:
             raise from_rejection(rejection) from None
         if reply.code:
             status = _PREFIX_STATUS.get(reply.code, 400)
-            param = "name" if reply.code in ("not_found", "exists") else None
+            field = reply.message.partition(":")[0]
+            param = field if field in ("prompt", "loops", "salt") else "name"
             raise ApiError(status, reply.message or reply.code, code=reply.code, param=param)
         return reply
 

@@ -187,6 +187,9 @@ def _adaptive_exit(fields: Fields, model: ServedModel, loops: int) -> dict[str, 
         raise unsupported("exit_kind", "this artifact has no exit gate")
     if threshold is None and kind == "none":
         return {"min_loops": min_loops, "exit_kv": exit_kv}
+    if model.loops_max == 1:
+        named = "exit_threshold" if threshold is not None else "exit_kind"
+        raise unsupported(named, "this artifact has one loop: there is nothing to leave early")
     if kind == "none":
         kind = own_kind if own_kind != "none" else "latent"
     if threshold is None:

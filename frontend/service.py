@@ -86,6 +86,8 @@ class Service:
             return "draining", "this server is shutting down"
         if not self.engine.is_ready:
             state, reason = self.engine.state, self.engine.reason
+            if state == "ready":
+                state, reason = "loading", "the model card"
             return _STATE_CODES.get(state, "not_loaded"), f"{state}: {reason}" if reason else state
         if self.model is None:
             return "not_loaded", "loading: the tokenizer"

@@ -67,6 +67,7 @@ def load(settings: Settings) -> Loaded:
         commit=settings.commit,
         hf_home=settings.hf_home or "",
     )
+    log.info("loading %s; the first start also compiles the CPU kernels", artifact.config.name)
     engine = Engine(artifact, options)
     load_check.check(engine)
     warm_up(engine)
@@ -74,12 +75,14 @@ def load(settings: Settings) -> Loaded:
 
 
 def _device(settings: Settings) -> str:
-    """cpu or cuda; `auto` takes the GPU if there is one and the kernels for it are there."""
+    """cpu or cuda; `auto` takes the GPU once `kernels.cuda` joins the GPU kernels to the engine."""
     import torch
 
     has_cuda = find_spec("kernels.cuda") is not None and torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
-        raise BadSetting("TINYLOOP_DEVICE", "cuda", "cpu or auto where no usable GPU is found")
+        raise BadSetting(
+            "TINYLOOP_DEVICE", "cuda", "cpu or auto: no usable GPU, or no kernels for it"
+        )
     return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
 
 

@@ -26,6 +26,7 @@ CODES = {
     "TL021": "model type not supported",
     "TL022": "source option not supported",
     "TL023": "source tensors do not fit",
+    "TL024": "target not writable",
 }
 
 

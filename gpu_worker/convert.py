@@ -61,6 +61,10 @@ def convert(source: str | Path, out: str | Path, options: Options = Options()) -
     """
     source, out = Path(source), Path(out)
     started = time.monotonic()
+    if not out.parent.is_dir():
+        raise ArtifactError(
+            "TL024", f"{out.parent} is not a folder", "name a file in a folder that exists"
+        )
     weights, plan, texts = _open(source, options)
     plan.check(weights)
     _decide(plan, weights, texts, options, source)

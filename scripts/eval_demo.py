@@ -61,6 +61,8 @@ def token_losses(model: LoopedModel, rows: Tensor, loops: int, mode: str) -> Ten
 
 def held_out(path: Path, length: int, per_source: int) -> dict[str, Tensor]:
     """Rows (count, length + 1) of each source's held-out works, spread over them."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing: make it with scripts/demo_corpus.py")
     with np.load(path) as z:
         held, meta = z["held_out"].astype(np.int64), json.loads(bytes(z["meta"]))
     rows = {}

@@ -10,10 +10,6 @@ fail() {
     exit 1
 }
 
-has_gpu() {
-    command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1
-}
-
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13 python3.14; do

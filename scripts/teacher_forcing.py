@@ -93,6 +93,8 @@ def read(engine: Engine, tokens: Sequence[int], params: Params, marks: Sequence[
 
 def held_out(path: Path, length: int, count: int) -> list[list[int]]:
     """`count` rows of held-out tokens, one from each of the sources with the most of them (then a second from each)."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing: make it with scripts/demo_corpus.py")
     with np.load(path) as z:
         held, meta = z["held_out"].astype(int), json.loads(bytes(z["meta"]))
     spans = sorted((s["held"] for s in meta["sources"]), key=lambda span: span[0] - span[1])

@@ -511,3 +511,9 @@ def test_memory_stays_at_a_few_tensors(tmp_path: Path, options: list[str]) -> No
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     growth = int(done.stdout.splitlines()[-1])
     assert total > 500e6 and growth < 120e6, f"{growth / 1e6:.0f} MB more for {total / 1e6:.0f} MB"
+
+
+def test_a_folder_that_does_not_exist_is_one_line_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="TL024") as caught:
+        convert(GOLDENS / "llama-tiny", tmp_path / "nowhere" / "x.tinyloop")
+    assert "\n" not in str(caught.value)
