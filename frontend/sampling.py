@@ -12,13 +12,11 @@ from typing import Any
 from frontend.errors import invalid, unsupported
 from frontend.fields import Fields
 from frontend.model import ServedModel
-from scheduler.messages import Params
+from scheduler.messages import MAX_BRANCHES, MAX_DRAFT_AHEAD, Params
 
 MAX_LOGPROBS = 20
 _INT64 = (1 << 63) - 1
 _EXIT_KV = ("complete", "copy")
-MAX_DRAFT_AHEAD = 64  # tokens
-MAX_BRANCHES = 16  # of a tree, after each token
 _EXIT_KINDS = ("gate", "latent", "kl")
 _LATENT_THRESHOLD = 0.03  # relative change of the state
 _ID = re.compile(r"[0-9]{1,10}")

@@ -16,7 +16,7 @@ from frontend.fields import Fields, check_token_ids
 from frontend.model import ServedModel
 from frontend.requests import Asked, Prompt
 from frontend.sampling import MAX_LOGPROBS, loop_warnings, read_params, read_seed, read_speculation
-from scheduler.validate import MAX_SEQUENCES
+from scheduler.messages import MAX_SEQUENCES
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 _UNSUPPORTED = (

@@ -21,10 +21,8 @@ from gpu_worker.kv_sizes import is_absorbed, mode_name, unusable_reason
 from gpu_worker.kv_store import form_of
 from gpu_worker.model_config import ModelConfig
 from kernels.layout import BLOCK_SIZE
-from scheduler.messages import Params, Run, WorkerLimits
+from scheduler.messages import MAX_BRANCHES, MAX_DRAFT_AHEAD, Params, Run, WorkerLimits
 
-MAX_AHEAD = 64  # of `draft_ahead`
-MAX_BRANCHES = 16  # of a tree
 MEMORY_SHARE = 0.25  # of the free memory, for the KV pool when its size is not given
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -216,8 +214,8 @@ def speculation_refusal(params: Params) -> str:
         return f"loops {params.loops}: speculation drafts with fewer loops than it verifies with, so that needs at least 2"
     if not 1 <= params.draft_loops < params.loops:
         return f"draft_loops {params.draft_loops}, allowed: 1 to {params.loops - 1}"
-    if not 0 <= params.draft_ahead <= MAX_AHEAD:
-        return f"draft_ahead {params.draft_ahead}, allowed: 1 to {MAX_AHEAD}, or 0 to adapt"
+    if not 0 <= params.draft_ahead <= MAX_DRAFT_AHEAD:
+        return f"draft_ahead {params.draft_ahead}, allowed: 1 to {MAX_DRAFT_AHEAD}, or 0 to adapt"
     if params.speculation == "tree" and not 1 <= params.branches <= MAX_BRANCHES:
         return f"K_branches {params.branches}, allowed: 1 to {MAX_BRANCHES}"
     if params.speculation == "pipelined" and has_exit(params):

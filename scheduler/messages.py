@@ -18,6 +18,9 @@ from scheduler.codec import pack, unpack
 
 CLIENT_ID_BYTES = 16
 BLOCK_SIZE = 64  # positions per KV block; prefixes match at its multiples
+MAX_SEQUENCES = 256  # of one request: every event of one of them looks at all
+MAX_DRAFT_AHEAD = 64  # tokens drafted in a round
+MAX_BRANCHES = 16  # of a draft tree, after each token
 
 # ---------------------------------------------------------------------------------------------- parameters of a request
 

@@ -12,6 +12,9 @@ from collections.abc import Sequence as Items
 from scheduler.messages import (
     BLOCK_SIZE,
     CLIENT_ID_BYTES,
+    MAX_BRANCHES,
+    MAX_DRAFT_AHEAD,
+    MAX_SEQUENCES,
     BadMessage,
     HeldPrefix,
     Params,
@@ -27,7 +30,6 @@ from scheduler.messages import (
 )
 from scheduler.request import num_blocks
 
-MAX_SEQUENCES = 256  # of one request: every event of one of them looks at all
 MAX_TEXT = 1024  # characters of a label, salt or name
 MAX_LIST = 65_536  # entries of a bias or stop list
 MAX_HELD = 65_536
@@ -124,12 +126,12 @@ def check_params(p: Params) -> None:
     _require(len(p.kv_cache_mode) <= MAX_TEXT, "kv_cache_mode: unknown")
     _require(p.speculation in SPECULATIONS, f"speculation: one of {', '.join(SPECULATIONS)}")
     _require(0 <= p.draft_loops <= p.loops, "draft_loops: at most the loops that verify")
-    _require(0 <= p.draft_ahead <= 64, "draft_ahead: 0 to 64")
-    _require(0 <= p.branches <= 16, "K_branches: 0 to 16")
+    _require(0 <= p.draft_ahead <= MAX_DRAFT_AHEAD, f"draft_ahead: 0 to {MAX_DRAFT_AHEAD}")
+    _require(0 <= p.branches <= MAX_BRANCHES, f"K_branches: 0 to {MAX_BRANCHES}")
     if p.speculation != "none":
         _require(p.loops >= 2, "verify_loops: 2 or more, drafts take fewer")
         _require(1 <= p.draft_loops < p.loops, f"draft_loops: 1 to {p.loops - 1}")
-        _require(p.branches >= 1 or p.speculation != "tree", "K_branches: 1 to 16")
+        _require(p.branches >= 1 or p.speculation != "tree", f"K_branches: 1 to {MAX_BRANCHES}")
 
 
 def _check_sequence(sequence: SequenceSpec, submit: Submit) -> None:

@@ -14,6 +14,7 @@ from scheduler import messages
 from scheduler.messages import (
     FROM_CLIENT,
     FROM_WORKER,
+    MAX_SEQUENCES,
     Accepted,
     HeldPrefix,
     Hello,
@@ -27,7 +28,6 @@ from scheduler.messages import (
     Tokens,
     WorkerBeat,
 )
-from scheduler.validate import MAX_SEQUENCES
 from tests.scheduler.rig import DIGEST, LIMITS, Rig, client_id, prompt, tokens
 
 INF, NAN = math.inf, math.nan
