@@ -78,6 +78,27 @@ class CutCache:
 
 
 @dataclass(slots=True)
+class FragmentCache:
+    """K and V of all blocks in the order in which the GPU's matrix unit takes them (`kernels.fragments`): what its fast kernels read.
+
+    One (block, layer, head) is contiguous: K, then V transposed. head_dim is a multiple of 32.
+
+    Attributes:
+        kind: fp16, or int4 (complete blocks are stored in 4 bits; the block that is being filled is read from its exact copy).
+        stored: uint8 (num_blocks, layers, heads, bytes): fp16 has 256 * head_dim bytes, int4 2 * (32 * head_dim + 256).
+        exact: uint8 (num_copies, layers, heads, 256 * head_dim), fp16 copies of the blocks that are being filled; with kind fp16 `stored`.
+        exact_tables: int32 (num_slots, num_tables, max_blocks) which of them, -1 for none; with kind fp16 empty.
+        head_dim: values per head.
+    """
+
+    kind: str
+    stored: Tensor
+    exact: Tensor
+    exact_tables: Tensor
+    head_dim: int
+
+
+@dataclass(slots=True)
 class Paging:
     """Where the rows of one pass write their own key and read all others. int32, one entry per row unless said.
 

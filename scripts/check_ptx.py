@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,24 @@ SHARED_LIMIT = 227 * 1024
 Job = tuple[str, int, str, str]
 
 
+# Modules of kernels that need no model to be compiled for: each has a `variants()` by name.
+MODULES = (
+    "sampling", "cuda_dense", "cuda_attention", "prompt", "prompt_attention", "absorbed", "persistent",
+)  # fmt: skip
+
+
+def variants_of(module: str) -> dict[str, Variant]:
+    if util.find_spec(f"kernels.{module}") is None:
+        return {}
+    found: dict[str, Variant] = import_module(f"kernels.{module}").variants()
+    return found
+
+
 def variant_of(job: Job) -> Variant:
     from gpu_worker import graphs
-    from kernels import sampling
 
-    if job[0] == "any":
-        return sampling.variants()[job[2]]
+    if job[0] in MODULES:
+        return variants_of(job[0])[job[2]]
     spec_name, rows, kernel, instead = job
     spec = graphs.CHECKED_SPECS[spec_name]
     others = graphs.launches_to_try(spec, rows)[instead] if instead else None
@@ -45,11 +57,11 @@ def variant_of(job: Job) -> Variant:
 
 
 def jobs_of(*, with_others: bool, row_counts: Sequence[int] = (1, 8, 16, 32, 64)) -> Iterator[Job]:
-    """(spec name, rows, kernel, launches instead) of every kernel that a worker may load, each once."""
+    """(module or spec name, rows, kernel, launches instead) of every kernel that a worker may load, each once."""
     from gpu_worker import graphs
-    from kernels import sampling
 
-    yield from (("any", 0, name, "") for name in sampling.variants())
+    for module in MODULES:
+        yield from ((module, 0, name, "") for name in variants_of(module))
     seen = set()
     for name, spec in graphs.CHECKED_SPECS.items():
         for rows in row_counts:
@@ -153,7 +165,7 @@ def main() -> int:
     jobs = [
         job
         for job in jobs_of(with_others=options.others, row_counts=row_counts)
-        if options.only in ("", job[2])
+        if options.only in ("", job[0], job[2])
     ]
     print(
         f"{'model':<10} {'kernel':<28} {'thr':>4} {'cl':>2} {'regs':>4} {'shared':>7} {'spill':>4}"
