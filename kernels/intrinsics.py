@@ -198,6 +198,34 @@ def store_32(address: int, value: int) -> None:
     emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
 
 
+@op("", "lrr", "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.u32 [$0], $1;}", memory=True)
+def store_32_if(address: int, value: int, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
+
+
+@op(
+    "",
+    "lrrrrr",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.u32 [$0], {$1,$2,$3,$4};}",
+    memory=True,
+)
+def store_128_if(address: int, a: int, b: int, c: int, d: int, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<4I", *(x & 0xFFFFFFFF for x in (a, b, c, d))))
+
+
+@op(
+    "",
+    "lffffr",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.f32 [$0], {$1,$2,$3,$4};}",
+    memory=True,
+)
+def store_f32x4_if(address: int, a: float, b: float, c: float, d: float, condition: int) -> None:
+    if condition:
+        emulator.write_global(address, struct.pack("<4f", a, b, c, d))
+
+
 @op("", "lr", "red.release.gpu.global.add.u32 [$0], $1;", memory=True)
 def add_release(address: int, value: int) -> None:
     emulator.atomic_add(address, value)
