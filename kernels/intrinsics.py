@@ -236,6 +236,35 @@ def load_acquire(address: int) -> int:
     return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
 
 
+@op(
+    "rrrr",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+    "@p ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];}",
+    volatile=True,
+)
+def load_weight_128_if(address: int, condition: int) -> Four:
+    """16 bytes of what no kernel of the step writes, or zeros where `condition` is 0."""
+    if not condition:
+        return (0, 0, 0, 0)
+    return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
+@op("r", "l", "{.reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h;}", volatile=True)
+def load_u16(address: int) -> int:
+    return int(struct.unpack("<H", emulator.read_global(address, 2))[0])
+
+
+@op("r", "l", "ld.global.nc.s8 $0, [$1];", volatile=True)
+def load_s8(address: int) -> int:
+    return int(struct.unpack("<b", emulator.read_global(address, 1))[0])
+
+
+@op("", "ll", "st.global.u64 [$0], $1;", memory=True)
+def store_64(address: int, value: int) -> None:
+    emulator.write_global(address, (value & (2**64 - 1)).to_bytes(8, "little"))
+
+
 # --- shared memory ---------------------------------------------------------------------------------
 
 
@@ -558,6 +587,31 @@ def below(a: int, b: int) -> int:
 @op("r", "rr", "{.reg .pred p; setp.eq.u32 p, $1, $2; selp.u32 $0, 1, 0, p;}")
 def same(a: int, b: int) -> int:
     return int((a & 0xFFFFFFFF) == (b & 0xFFFFFFFF))
+
+
+@op("f", "f", "sqrt.rn.f32 $0, $1;")
+def sqrt(x: float) -> float:
+    return _f32(math.sqrt(x)) if x >= 0 else math.nan
+
+
+@op("f", "ff", "div.rn.f32 $0, $1, $2;")
+def divide(a: float, b: float) -> float:
+    """a / b, correctly rounded."""
+    with np.errstate(all="ignore"):
+        return float(np.float32(a) / np.float32(b))
+
+
+@op("r", "rrr", "prmt.b32 $0, $1, $2, $3;")
+def byte_permute(a: int, b: int, selector: int) -> int:
+    """Four bytes out of those of a (0-3) and b (4-7), one selector nibble each, lowest first."""
+    source = struct.pack("<2I", a & 0xFFFFFFFF, b & 0xFFFFFFFF)
+    return sum(source[selector >> 4 * i & 7] << 8 * i for i in range(4))
+
+
+@op("r", "rr", "sub.rn.f16x2 $0, $1, $2;")
+def sub_half2(a: int, b: int) -> int:
+    halves = [_half_bits(_half(a >> s) - _half(b >> s)) for s in (0, 16)]
+    return halves[0] | halves[1] << 16
 
 
 # --- across the warp -------------------------------------------------------------------------------
