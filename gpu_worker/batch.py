@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -127,12 +126,13 @@ class Batch:
         """The readout where prompt rows are read early: what the coda keeps of a prompt is always that of full depth."""
         states = self.states.clone()
         early = np.flatnonzero(is_early_prompt)
-        states[early] = final[early]
+        at = model.on_device(early)
+        states[at] = final[at]
         self.y = model.read_out(states, self.rows, cache)
         if len(early):
             part = self.rows.select(early)
-            self.y[early] = model.read_out(self.states[early], part, cache)
-            model.read_out(final[early], part, cache)
+            self.y[at] = model.read_out(self.states[at], part, cache)
+            model.read_out(final[at], part, cache)
 
     def parts(self) -> Iterator[tuple[Work, slice]]:
         """Each work with its rows."""
@@ -141,7 +141,7 @@ class Batch:
 
     def logits(self, model: Model, rows: Sequence[int]) -> Tensor:
         """Logits (len(rows), vocab) of some of the rows."""
-        return model.logits(self.y[torch.tensor(rows)])
+        return model.logits(self.y[model.on_device(np.array(rows))])
 
     @property
     def core_passes(self) -> int:

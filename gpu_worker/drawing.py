@@ -62,7 +62,11 @@ def draw(ops: Any, logits: Tensor, drawings: Sequence[Drawing]) -> None:
         first += len(d.draws)
     if not rows:
         return
-    scored = iter(sampler.log_probabilities(ops, logits[torch.tensor(rows)], tokens, num_top))
+    scored = iter(
+        sampler.log_probabilities(
+            ops, logits[torch.tensor(rows, device=logits.device)], tokens, num_top
+        )
+    )
     for d in drawings:
         if d.work.sequence.params.logprobs >= 0:
             d.logprobs = [next(scored) for _ in d.kept]

@@ -76,7 +76,7 @@ class Engine:
         self.model.ops.set_threads(options.threads)
         self.cache = KVCache(
             config, self.options.num_blocks, options.max_rows, self.options.max_seq_len, options.kv_format,
-            options.kv_share, limits.num_copies(config, options),
+            options.kv_share, limits.num_copies(config, options), self.model.device,
         )  # fmt: skip
         self._bytes_per_token = self.cache.bytes_per_token(
             config.loop.default, self.options.max_seq_len

@@ -87,7 +87,7 @@ class Exits:
         """The state (n, d) that each row is read at, given those after the last loop of each."""
         if self._states is None:
             return final
-        is_early = torch.from_numpy(self.is_early)[:, None]
+        is_early = self._model.on_device(self.is_early)[:, None]
         return torch.where(is_early, self._states, final)
 
     def after_pass(
@@ -115,7 +115,7 @@ class Exits:
         holds: NDArray[np.bool_],
     ) -> NDArray[np.bool_]:
         if self._states is None:
-            self._states = torch.zeros(len(self._rows), states.shape[1])
+            self._states = states.new_zeros(len(self._rows), states.shape[1])
         leaving = active[holds]
         self._states[leaving] = states[holds]
         self.is_early[leaving] = True
@@ -137,7 +137,7 @@ class Exits:
     def _latent(
         self, rows: NDArray[np.intp], loops: NDArray[np.int32], before: Tensor, states: Tensor
     ) -> NDArray[np.bool_]:
-        change = self._model.ops.relative_change(before, states).numpy()
+        change = self._model.ops.relative_change(before, states).cpu().numpy()
         return np.asarray(change < self._thresholds[rows])
 
     def _kl(
@@ -154,9 +154,9 @@ class Exits:
         logits = self._model.logits(y)
         self.num_head_reads += len(part)
         if self._logits is None:
-            self._logits = torch.empty(len(self._rows), logits.shape[1])
+            self._logits = logits.new_empty(len(self._rows), logits.shape[1])
         compared = loops[reads] > np.maximum(self._min_loops[part] - 1, 1)
-        divergence = self._model.ops.divergence(self._logits[part], logits).numpy()
+        divergence = self._model.ops.divergence(self._logits[part], logits).cpu().numpy()
         holds[reads] = compared & (divergence < self._thresholds[part])
         self._logits[part] = logits
         return holds

@@ -20,9 +20,10 @@ from torch import Tensor
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.kv_sizes import is_absorbed
 from gpu_worker.model_config import ModelConfig
+from gpu_worker.rows import on_device
 from gpu_worker.weights import Layer, Weights
 from kernels.cpu_attention import TILE_ROWS, make_tiles
-from kernels.layout import BLOCK_SIZE, CutCache, Packed, PagedCache, Paging
+from kernels.layout import BLOCK_SIZE, CutCache, HostPaging, Packed, PagedCache, Paging
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class InputAttention:
             q = q + layer.qk_bias[0].reshape(-1)
         group = arch.n_heads // arch.n_kv_heads
         heads = q.view(-1, arch.n_kv_heads, group, arch.head_dim)
-        over_inputs = torch.empty(len(q), arch.n_kv_heads, group, arch.d_model)
+        over_inputs = q.new_empty(len(q), arch.n_kv_heads, group, arch.d_model)
         for h, keys in enumerate(folded.keys):
             part = heads[:, h].reshape(-1, arch.head_dim).contiguous()
             over_inputs[:, h] = self._ops.linear(part, keys).view(len(q), group, arch.d_model)
@@ -90,7 +91,7 @@ class InputAttention:
             1.0 / math.sqrt(arch.head_dim),
         )  # fmt: skip
         mixed = mixed.view(len(q), arch.n_kv_heads, group, arch.d_model)
-        out = torch.empty(len(q), arch.n_kv_heads, group, arch.head_dim)
+        out = q.new_empty(len(q), arch.n_kv_heads, group, arch.head_dim)
         for h, values in enumerate(folded.values):
             part = mixed[:, h].reshape(-1, arch.d_model).contiguous()
             out[:, h] = self._ops.linear(part, values).view(len(q), group, arch.head_dim)
@@ -102,14 +103,13 @@ class InputAttention:
         self, layer: Layer, folded: _Folded, q: Tensor, paged: CutCache, paging: Paging
     ) -> Tensor:
         """Rows of one own block read one table of rebuilt blocks: the earlier ones as stored, their own exact."""
-        assert (paging.row_map < 0).all(), "tree rows have no rebuilt form"
+        host, device = HostPaging.of(paging), q.device
+        assert (host.row_map < 0).all(), "tree rows have no rebuilt form"
         arch = self._arch
-        padding = torch.zeros(len(q), 2 * arch.kv_dim)
+        padding = q.new_zeros(len(q), 2 * arch.kv_dim)
         qkv = torch.cat([q, padding], dim=1)
         self._prepare(layer, qkv, paging.positions)
-        slots, tables, positions = (
-            t.numpy() for t in (paging.slots, paging.tables, paging.positions)
-        )
+        slots, tables, positions = host.slots, host.tables, host.positions
         own = positions // BLOCK_SIZE
         runs = np.flatnonzero(np.diff(slots) | np.diff(tables)) + 1
         bounds = [0, *runs.tolist(), len(q)]
@@ -136,13 +136,14 @@ class InputAttention:
                 copy = len(blocks) if len(paged.exact_tables) else 0
                 lists.append([*range(num_blocks, num_blocks + block), num_blocks + copy + block])
             num_blocks += len(blocks) * (1 + (len(paged.exact_tables) > 0))
-        block_tables = torch.zeros(len(lists), 1, max(map(len, lists)), dtype=torch.int32)
+        block_tables = np.zeros((len(lists), 1, max(map(len, lists))), dtype=np.int32)
         for i, ids in enumerate(lists):
-            block_tables[i, 0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            block_tables[i, 0, : len(ids)] = ids
         zeros = np.zeros(len(q), dtype=np.int32)
         rebuilt = Paging(
-            torch.from_numpy(readers), torch.from_numpy(zeros), paging.positions, paging.places, paging.windows, paging.row_map,
-            paging.map_base, paging.maps, block_tables, torch.from_numpy(make_tiles(readers, zeros, TILE_ROWS)),
+            on_device(readers, device), on_device(zeros, device), paging.positions, paging.places, paging.windows, paging.row_map,
+            paging.map_base, paging.maps, on_device(block_tables, device),
+            on_device(make_tiles(readers, zeros, TILE_ROWS), device),
         )  # fmt: skip
         heads = (arch.n_heads, arch.n_kv_heads, arch.head_dim)
         cache = PagedCache(torch.cat(keys), torch.cat(values))
@@ -157,8 +158,10 @@ class InputAttention:
         x = self._ops.read_inputs(paged, layer.index, blocks, copies).view(-1, arch.d_model)
         (product,) = folded.keys
         kv = self._ops.linear(x, product)
-        qkv = torch.cat([torch.zeros(len(x), arch.n_heads * arch.head_dim), kv], dim=1)
-        positions = torch.arange(len(x), dtype=torch.int32).clamp(max=arch.max_pos - 1)
+        qkv = torch.cat([x.new_zeros(len(x), arch.n_heads * arch.head_dim), kv], dim=1)
+        positions = torch.arange(len(x), dtype=torch.int32, device=x.device).clamp(
+            max=arch.max_pos - 1
+        )
         self._prepare(layer, qkv, positions)
         parts = qkv[:, arch.n_heads * arch.head_dim :].view(
             len(blocks), BLOCK_SIZE, 2, arch.n_kv_heads, arch.head_dim
@@ -187,7 +190,7 @@ class InputAttention:
         if not self._is_absorbed:
             bias = None
             if key_bias is not None or value_bias is not None:
-                none = torch.zeros(arch.kv_dim)
+                none = keys.new_zeros(arch.kv_dim)
                 bias = torch.cat([none if b is None else b for b in (key_bias, value_bias)])
             return _Folded(q, [pack(torch.cat([keys, values]), bias)], [])
         parts = [slice(h * arch.head_dim, (h + 1) * arch.head_dim) for h in range(arch.n_kv_heads)]
@@ -202,10 +205,12 @@ class InputAttention:
 
     def _matrix(self, name: str) -> Tensor:
         """A product's weight in fp32."""
+        device = self._ops.DEVICE
         scale = self._tensors.get(f"{name}.weight.scale")
-        data = self._tensors[f"{name}.weight"].float()
+        scale = None if scale is None else scale.to(device)
+        data = self._tensors[f"{name}.weight"].to(device).float()
         return data if scale is None else data * scale[:, None]
 
     def _bias(self, name: str) -> Tensor | None:
         bias = self._tensors.get(f"{name}.bias")
-        return None if bias is None else bias.float()
+        return None if bias is None else bias.to(self._ops.DEVICE).float()

@@ -19,12 +19,17 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gpu_worker.kv_store import copy_blocks, copy_place, form_of, make_store, move_places
+from gpu_worker.mirror import Mirror
 from gpu_worker.model_config import ModelConfig
-from kernels.layout import BLOCK_SIZE, NUM_SINKS, CutCache
+from kernels.layout import BLOCK_SIZE, NUM_SINKS
 
 Blocks = NDArray[np.int32]
+
+
+CPU = torch.device("cpu")
 
 
 class OutOfBlocks(Exception):
@@ -89,6 +94,7 @@ class KVCache:
         max_positions: of one sequence.
         kv_format, kv_share: see `kv_sizes`.
         num_copies: exact copies of blocks, in formats that need them; no more than `num_blocks` are ever used.
+        device: where the blocks are; the host keeps the tables and tells the device.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class KVCache:
         kv_format: str = "fp32",
         kv_share: str = "per_loop",
         num_copies: int | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.num_extra_tables = extra_tables(config)
         self.num_tables = self.num_extra_tables + config.loop.hard_max
@@ -111,13 +118,18 @@ class KVCache:
         self.copies = BlockPool(min(num_copies or num_blocks, num_blocks))
         self.sinks = BlockPool(num_blocks)
         shape = (num_slots, self.num_tables, self.max_blocks)
-        self.paged = make_store(self.form, num_blocks, self.copies.num_blocks, shape)
-        self.block_tables = torch.full(shape, -1, dtype=torch.int32)
-        self._tables: Blocks = self.block_tables.numpy()
-        if self.form.has_copies:
-            assert isinstance(self.paged, CutCache)
-            self._copy_tables: Blocks = self.paged.exact_tables.numpy()
-            self._sink_of: Blocks = self.paged.sink_of.numpy()
+        has_copies = self.form.has_copies
+        self._mirrors = [
+            Mirror(shape, device),
+            Mirror(shape if has_copies else (0, 0, 0), device),
+            Mirror((num_blocks if has_copies else 0,), device),
+        ]
+        self._tables, self._copy_tables, self._sink_of = (mirror.host for mirror in self._mirrors)
+        self._block_tables, copy_tables, sink_of = (mirror.tensor for mirror in self._mirrors)
+        self.paged = make_store(
+            self.form, num_blocks, self.copies.num_blocks, copy_tables, sink_of, device
+        )
+        if has_copies:
             self.pool.on_free = self._free_sinks
         self._num_blocks = np.zeros(num_slots, dtype=np.int64)  # per table of the slot's sequence
         self._num_settled = np.zeros(
@@ -128,6 +140,22 @@ class KVCache:
         )  # of these, the first with one for all loops
         self._num_loops = np.zeros(num_slots, dtype=np.int64)
         self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def block_tables(self) -> Tensor:
+        """(num_slots, tables, max_blocks) on the device; that table and those of the copies are up to date for the next pass."""
+        for mirror in self._mirrors:
+            mirror.upload()
+        return self._block_tables
+
+    @property
+    def host_tables(self) -> Blocks:
+        """The same in host memory, to be read alone."""
+        return self._tables
+
+    def _touch(self) -> None:
+        for mirror in self._mirrors:
+            mirror.touch()
 
     # ------------------------------------------------------------------------------------------------------------- slots
 
@@ -173,6 +201,7 @@ class KVCache:
                 self._sink_of[blocks[:, 0]] = self.sinks.take(height)
         self._tables[slot, :height, have:want] = blocks
         self._num_blocks[slot] = want
+        self._touch()
 
     def truncate(self, slot: int, num_positions: int) -> None:
         """Gives back the blocks beyond those that hold positions [0, num_positions)."""
@@ -184,6 +213,7 @@ class KVCache:
         self.pool.release(self._distinct(slot, keep, have))
         self._tables[slot, :height, keep:have] = -1
         self._num_blocks[slot] = keep
+        self._touch()
         for counts in (self._num_settled, self._num_folded):
             counts[slot] = min(counts[slot], keep)
 
@@ -203,6 +233,7 @@ class KVCache:
         self.pool.release(loops[:-1])
         loops[:-1] = loops[-1]
         self._num_folded[slot] = full
+        self._touch()
 
     def adopt(self, slot: int, blocks: Blocks) -> None:
         """Starts an empty slot with shared, full blocks (at least the slot's tables, num_blocks)."""
@@ -211,6 +242,7 @@ class KVCache:
         self.pool.share(blocks[:height])
         self._tables[slot, :height, :count] = blocks[:height]
         self._num_blocks[slot] = self._num_settled[slot] = count
+        self._touch()
 
     def hold(self, slot: int, num_positions: int) -> Blocks:
         """Shares the slot's blocks of the full blocks in [0, num_positions): (tables, num_blocks), to be released later."""
@@ -236,6 +268,7 @@ class KVCache:
         new = self.pool.take(len(old))
         copy_blocks(self.paged, torch.from_numpy(old).long(), torch.from_numpy(new).long())
         part[shared] = new
+        self._touch()
         self.pool.release(old)
 
     def copy_loop(self, slot: int, place: int, loop: int, last_loop: int) -> None:
@@ -243,8 +276,10 @@ class KVCache:
         block, offset = place // BLOCK_SIZE, place % BLOCK_SIZE
         first = self.num_extra_tables + loop - 1
         tables = slice(first, first + last_loop - loop + 1)
+        blocks = self._tables[slot, tables, block]
         copies = self._copy_tables[slot, tables, block].tolist() if self.form.has_copies else []
-        copy_place(self.paged, offset, self._tables[slot, tables, block].tolist(), copies)
+        sunk = self._sink_of[blocks].tolist() if self.form.has_copies else []
+        copy_place(self.paged, offset, blocks.tolist(), copies, sunk)
 
     def move_place(self, slot: int, source: int, target: int) -> None:
         """Copies the K and V of one place to another, at all loops; not to one of the sinks."""
@@ -277,18 +312,20 @@ class KVCache:
             part = self._copy_tables[slot, : self._height(slot), first:last]
             self.copies.release(part)
             part[:] = -1
+            self._touch()
 
     def _free_sinks(self, freed: Blocks) -> None:
         owners = freed[self._sink_of[freed] >= 0]
         self.sinks.release(self._sink_of[owners])
         self._sink_of[owners] = -1
+        self._touch()
 
     # ------------------------------------------------------------------------------------------------------------- sizes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all held blocks with their scales, exact copies and sinks, and of the tables."""
-        tables = self.block_tables.nbytes
+        tables = self._tables.nbytes
         if self.form.has_copies:
             tables += self._copy_tables.nbytes + self._sink_of.nbytes
         return (

@@ -89,19 +89,24 @@ def form_of(config: ModelConfig, kv_format: str) -> Form:
 
 
 def make_store(
-    form: Form, num_blocks: int, num_copies: int, table_shape: tuple[int, int, int]
-) -> PagedCache | CutCache:
-    """Zeroed tensors for that many blocks and exact copies of them; `table_shape` is that of the block tables."""
+    form: Form, num_blocks: int, num_copies: int, exact_tables: Tensor, sink_of: Tensor, device: torch.device
+) -> PagedCache | CutCache:  # fmt: skip
+    """Zeroed tensors on `device` for that many blocks and exact copies of them; the tables go into the cache as they are."""
     at = (form.layers, form.heads)
+
+    def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:
+        zeros = torch.from_numpy(np.zeros(shape if device.type == "cpu" else 0, dtype=dtype))
+        return (
+            zeros if device.type == "cpu" else torch.zeros(shape, dtype=zeros.dtype, device=device)
+        )
+
     if form.kind == "fp32":
         return PagedCache(
             _zeros((num_blocks, *at, form.dim, BLOCK_SIZE), np.float32),
             _zeros((num_blocks, *at, BLOCK_SIZE, _padded(form.dim)), np.float32),
         )
-    if not form.has_copies:
-        num_copies, num_sinks, table_shape, num_owners = 0, 0, (0, 0, 0), 0
-    else:
-        num_sinks = num_owners = num_blocks
+    num_copies = num_copies if form.has_copies else 0
+    num_sinks = num_blocks if form.has_copies else 0
     dtype = _DTYPES[form.kind]
     width = form.dim // 2 if form.kind == "int4" else form.dim
     with_keys = num_blocks if form.has_keys else 0
@@ -114,10 +119,10 @@ def make_store(
         scales=_zeros((num_blocks, *at, 1 + form.has_keys, form.num_scales, BLOCK_SIZE), np.int16),
         exact_keys=_zeros((copied_keys, *at, form.dim, BLOCK_SIZE), np.int16),
         exact_values=_zeros((num_copies, *at, BLOCK_SIZE, form.dim), np.int16),
-        exact_tables=torch.full(table_shape, -1, dtype=torch.int32),
+        exact_tables=exact_tables,
         sink_keys=_zeros((sunk_keys, *at, NUM_SINKS, form.dim), np.int16),
         sink_values=_zeros((num_sinks, *at, NUM_SINKS, form.dim), np.int16),
-        sink_of=torch.full((num_owners,), -1, dtype=torch.int32),
+        sink_of=sink_of,
     )
 
 
@@ -129,9 +134,10 @@ def copy_blocks(store: PagedCache | CutCache, source: Tensor, target: Tensor) ->
 
 
 def copy_place(
-    store: PagedCache | CutCache, offset: int, blocks: list[int], copies: list[int]
+    store: PagedCache | CutCache, offset: int, blocks: list[int], copies: list[int], sunk: list[int]
 ) -> None:
-    """Copies one position of the first of `blocks` to the others, in every form; `copies` are their exact copies, if they have any."""
+    """Copies one position of the first of `blocks` to the others, in every form; `copies` and `sunk` are their exact copies and sinks, if
+    they have any."""
     source, *targets = blocks
     keys, values, *scales = _stored(store)
     if len(keys):
@@ -145,7 +151,7 @@ def copy_place(
     store.exact_values[target_copies, :, :, offset] = store.exact_values[source_copy, :, :, offset]
     if len(store.exact_keys):
         store.exact_keys[target_copies, ..., offset] = store.exact_keys[source_copy, ..., offset]
-    source_sink, *target_sinks = store.sink_of[blocks].tolist()
+    source_sink, *target_sinks = sunk
     if offset < NUM_SINKS and source_sink >= 0:
         for sinks in (store.sink_keys, store.sink_values):
             if len(sinks):
@@ -178,7 +184,3 @@ def _stored(store: PagedCache | CutCache) -> tuple[Tensor, ...]:
 
 def _padded(dim: int) -> int:
     return -(-dim // LANES) * LANES
-
-
-def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:
-    return torch.from_numpy(np.zeros(shape, dtype=dtype))

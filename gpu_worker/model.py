@@ -7,6 +7,7 @@ Owns the arithmetic of a step and nothing else: it knows no requests, allocates 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from gpu_worker.initial_state import initial_state
 from gpu_worker.input_attention import InputAttention
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import ModelConfig
-from gpu_worker.rows import Rows
+from gpu_worker.rows import Rows, on_device
 from gpu_worker.weights import Layer, Norm, pack_weights
 from kernels.layout import Packed, Paging
 
@@ -49,8 +50,8 @@ class Model:
     ) -> None:
         self.config = config
         self.arch = config.arch
-        self.device = device
         self.ops = kernels.backend(device)
+        self.device: torch.device = self.ops.DEVICE
         self.weights = pack_weights(config, tensors, self.ops)
         self.has_coda = config.stages.coda > 0
         self._over_inputs = (
@@ -84,7 +85,7 @@ class Model:
         while len(active):
             is_all = len(active) == len(rows)
             part = rows if is_all else rows.select(active)
-            index = None if is_all else torch.from_numpy(active)
+            index = None if is_all else self.on_device(active)
             state, inject = (
                 (states, embedded) if index is None else (states[index], embedded[index])
             )
@@ -144,6 +145,10 @@ class Model:
             return states
         return self._apply(self.weights.norm_core, states)
 
+    def on_device(self, array: NDArray[Any]) -> Tensor:
+        """A host array as a tensor of the model's device."""
+        return on_device(array, self.device)
+
     # ------------------------------------------------------------------------------------------------------------ inside
 
     def _enter(self, rows: Rows, cache: KVCache) -> Tensor:
@@ -154,19 +159,19 @@ class Model:
         embedded = rows.embedded.clone()
         if len(new):
             part = rows.select(new)
-            embedded[torch.from_numpy(new)] = self._stage(
+            embedded[self.on_device(new)] = self._stage(
                 self.weights.prelude, self._embedding(part), part, cache, 0
             )
         return embedded
 
     def _embedding(self, rows: Rows) -> Tensor:
-        x = self.weights.embed.rows(torch.from_numpy(rows.tokens))
+        x = self.weights.embed.rows(self.on_device(rows.tokens))
         if self.weights.embed_proj is not None:
             x = self.ops.linear(x, self.weights.embed_proj)
         if self.arch.embed_scale != 1.0:
             x = x * self.arch.embed_scale
         if self.weights.pos is not None:
-            x = x + self.weights.pos[torch.from_numpy(rows.positions)]
+            x = x + self.weights.pos[self.on_device(rows.positions)]
         return x
 
     def _initial(self, rows: Rows, embedded: Tensor) -> Tensor:
@@ -182,9 +187,9 @@ class Model:
                 noise = initial_state(
                     int(seed), rows.positions[at].tolist(), self.arch.d_model, init
                 )
-                states[torch.from_numpy(at)] = noise
+                states[self.on_device(at)] = noise.to(self.device)
         if rows.states is not None:
-            later = torch.from_numpy(np.flatnonzero((rows.first_loop > 1) | rows.is_warm))
+            later = self.on_device(np.flatnonzero((rows.first_loop > 1) | rows.is_warm))
             states[later] = rows.states[later]
         return states
 
@@ -196,7 +201,7 @@ class Model:
             x: Tensor = self.ops.linear(torch.cat([state, embedded], dim=1), self.weights.inject)
         else:
             x = state + embedded if self.config.loop.inject == "add" else state.clone()
-        paging = rows.paging(cache.num_extra_tables + loops - 1, cache.block_tables)
+        paging = rows.paging(cache.num_extra_tables + loops - 1, cache)
         for layer in self.weights.core:
             x = self._block(layer, x, cache, paging)
         return self._apply(self.weights.norm, x) if self.config.loop.norm_each else x
@@ -207,7 +212,7 @@ class Model:
         """Prelude or coda; its layers are the `first`-th and following of the extra tables. Overwrites x."""
         for i, layer in enumerate(layers):
             tables = np.full(len(rows), (first + i) // self.config.stages.core, dtype=np.int32)
-            x = self._block(layer, x, cache, rows.paging(tables, cache.block_tables))
+            x = self._block(layer, x, cache, rows.paging(tables, cache))
         return x
 
     def _block(self, layer: Layer, x: Tensor, cache: KVCache, paging: Paging) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu_attention import TILE_ROWS, make_tiles
-from kernels.layout import Paging
+from kernels.layout import HostPaging, Paging
+
+if TYPE_CHECKING:
+    from gpu_worker.kv_cache import KVCache
 
 Ints = NDArray[np.int32]
 NO_MAPS: Ints = np.zeros((0, 0), dtype=np.int32)
@@ -102,34 +106,42 @@ class Rows:
 
     def select(self, indices: NDArray[np.intp]) -> Rows:
         """The rows at `indices`, in that order."""
-        index = torch.from_numpy(indices)
         parts = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "maps" or value is None:
                 parts[f.name] = value
             else:
-                parts[f.name] = value[index] if isinstance(value, Tensor) else value[indices]
+                at = on_device(indices, value.device) if isinstance(value, Tensor) else indices
+                parts[f.name] = value[at]
         return Rows(**parts)
 
-    def paging(self, tables: Ints, block_tables: Tensor) -> Paging:
+    def paging(self, tables: Ints, cache: KVCache) -> Paging:
         """How the kernels find these rows' keys when row r is in table `tables[r]` of its sequence."""
-        tensor = torch.from_numpy
+        block_tables = cache.block_tables
+        by_row = (
+            self.slots, tables, self.positions, self.places, self.windows, self.row_map, self.map_base,
+        )  # fmt: skip
+        maps, tiles = self.maps, make_tiles(self.slots, tables, TILE_ROWS)
+        joined = [*by_row, maps.ravel(), tiles]
+        bounds = np.cumsum([len(part) for part in joined[:-1]])
+        packed = on_device(np.concatenate(joined), block_tables.device)
+        *parts, map_places, tile_bounds = torch.tensor_split(packed, bounds.tolist())
         return Paging(
-            slots=tensor(self.slots),
-            tables=tensor(tables),
-            positions=tensor(self.positions),
-            places=tensor(self.places),
-            windows=tensor(self.windows),
-            row_map=tensor(self.row_map),
-            map_base=tensor(self.map_base),
-            maps=tensor(self.maps),
-            block_tables=block_tables,
-            tiles=tensor(make_tiles(self.slots, tables, TILE_ROWS)),
-        )
+            *parts, map_places.view(maps.shape), block_tables, tile_bounds,
+            arrays=HostPaging(*by_row, maps, cache.host_tables, tiles),
+        )  # fmt: skip
 
 
 def _join_brought(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
     """(n, d) of what the parts bring, zeros for those that bring nothing."""
-    width = next(tensor.shape[1] for _, tensor in parts if tensor is not None)
-    return torch.cat([torch.zeros(n, width) if tensor is None else tensor for n, tensor in parts])
+    some = next(tensor for _, tensor in parts if tensor is not None)
+    return torch.cat(
+        [some.new_zeros(n, some.shape[1]) if tensor is None else tensor for n, tensor in parts]
+    )
+
+
+def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A host array as a tensor of the device: the same memory on the CPU, a copy in stream order elsewhere."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.rows import on_device
 from scheduler.messages import Params, TokenLogprob, Tokens
 
 _MASK = (1 << 64) - 1
@@ -67,9 +68,9 @@ class Sampling:
         self.top_k, self.top_p, self.min_p = params.top_k, params.top_p, params.min_p
         self.num_logprobs = params.logprobs
         self._seed_key = _mix(seed & _MASK)
-        self._repetition = np.float32(params.repetition_penalty)
-        self._presence = np.float32(params.presence_penalty)
-        self._frequency = np.float32(params.frequency_penalty)
+        self._repetition = params.repetition_penalty
+        self._presence = params.presence_penalty
+        self._frequency = params.frequency_penalty
         has_penalties = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -94,20 +95,20 @@ class Sampling:
             self.history is not None or len(self._bias_ids) > 0 or num_generated < self._min_tokens
         )
 
-    def shape(
-        self, logits: NDArray[np.float32], num_generated: int, path: Sequence[int] = ()
-    ) -> None:
+    def shape(self, logits: Tensor, num_generated: int, path: Sequence[int] = ()) -> None:
         """Penalties, bias and banned stop tokens, in place on one row; `path` are tokens beyond the history."""
+        device = logits.device
         if self.history is not None:
-            ids, counts = self.history.after(path)
+            host_ids, host_counts = self.history.after(path)
+            ids, counts = on_device(host_ids, device), on_device(host_counts, device)
             z = logits[ids]
-            z = np.where(z > 0, z / self._repetition, z * self._repetition)
-            z -= self._presence * (counts > 0)
+            z = torch.where(z > 0, z / self._repetition, z * self._repetition)
+            z = z - self._presence * (counts > 0)
             logits[ids] = z - self._frequency * counts
         if len(self._bias_ids):
-            logits[self._bias_ids] += self._bias
+            logits[on_device(self._bias_ids, device)] += on_device(self._bias, device)
         if num_generated < self._min_tokens:
-            logits[self._stop_ids] = -np.inf
+            logits[on_device(self._stop_ids, device)] = -torch.inf
 
     def key(self, position: int) -> int:
         """The 64-bit noise key of the token at an absolute position."""
@@ -130,7 +131,7 @@ def choose(ops: Any, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     if shaped:
         logits = logits.clone()
         for i in shaped:
-            draws[i].sampling.shape(logits[i].numpy(), draws[i].num_generated, draws[i].path)
+            draws[i].sampling.shape(logits[i], draws[i].num_generated, draws[i].path)
     settings = [d.sampling for d in draws]
     keys = np.array(
         [d.sampling.key(d.position) if d.sampling.temperature > 0 else 0 for d in draws],
@@ -154,7 +155,7 @@ def log_probabilities(
     """The log-probability of each row's token under the raw logits, with that row's number of alternatives."""
     most = max(num_top, default=0)
     logprobs, top_ids, top_logprobs = ops.log_probabilities(
-        logits, torch.tensor(list(tokens)), most
+        logits, torch.tensor(list(tokens), device=logits.device), most
     )
     rows = zip(logprobs.tolist(), top_ids.tolist(), top_logprobs.tolist(), num_top, strict=True)
     return [TokenLogprob(own, Tokens(ids[:n]), tuple(tops[:n])) for own, ids, tops, n in rows]

@@ -114,8 +114,10 @@ class _Packing:
             ),
             exit_weight=self.vector("exit.weight"),
             exit_bias=self.vector("exit.bias"),
-            rotary=rotary_table(arch) if arch.pos.kind == "rope" else None,
-            slopes=alibi_slopes(arch.n_heads) if arch.pos.kind == "alibi" else None,
+            rotary=rotary_table(arch).to(self.ops.DEVICE) if arch.pos.kind == "rope" else None,
+            slopes=alibi_slopes(arch.n_heads).to(self.ops.DEVICE)
+            if arch.pos.kind == "alibi"
+            else None,
         )
 
     def layer(self, at: str, index: int) -> Layer:
@@ -139,13 +141,13 @@ class _Packing:
 
     def product(self, *names: str) -> Packed:
         """Several products of one input as one; missing biases are zeros if any has one."""
-        weights = [self.tensors[f"{name}.weight"] for name in names]
-        scales = [self.tensors.get(f"{name}.weight.scale") for name in names]
-        biases = [self.tensors.get(f"{name}.bias") for name in names]
+        weights = [self.stored(f"{name}.weight") for name in names]
+        scales = [self.optional(f"{name}.weight.scale") for name in names]
+        biases = [self.optional(f"{name}.bias") for name in names]
         bias = scale = None
         if any(b is not None for b in biases):
             parts = [
-                torch.zeros(w.shape[0]) if b is None else b.float()
+                w.new_zeros(w.shape[0], dtype=torch.float32) if b is None else b.float()
                 for w, b in zip(weights, biases, strict=True)
             ]
             bias = torch.cat(parts)
@@ -155,18 +157,25 @@ class _Packing:
         return packed
 
     def table(self, name: str) -> Table:
-        scale = self.tensors.get(f"{name}.scale")
-        return Table(self.tensors[name].clone(), None if scale is None else scale.clone())
+        scale = self.optional(f"{name}.scale")
+        return Table(self.stored(name).clone(), None if scale is None else scale.clone())
 
     def matrix(self, name: str) -> Tensor:
         """A stored matrix in fp32."""
-        scale = self.tensors.get(f"{name}.scale")
-        data = self.tensors[name].to(torch.float32, copy=True)
+        scale = self.optional(f"{name}.scale")
+        data = self.stored(name).to(torch.float32, copy=True)
         return data if scale is None else data * scale[:, None]
 
     def vector(self, name: str) -> Tensor | None:
-        tensor = self.tensors.get(name)
+        tensor = self.optional(name)
         return None if tensor is None else tensor.to(torch.float32, copy=True)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as it is stored, on the kernels' device."""
+        return self.tensors[name].to(self.ops.DEVICE)
+
+    def optional(self, name: str) -> Tensor | None:
+        return self.stored(name) if name in self.tensors else None
 
     def norm(self, name: str) -> Norm | None:
         weight = self.vector(f"{name}.weight")

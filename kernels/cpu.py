@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kernels import cpu_attention, cpu_cut, cpu_dense, cpu_exits, cpu_sampling
 from kernels.cpu_dense import PANEL
-from kernels.layout import CutCache, Packed, PagedCache, Paging
+from kernels.layout import CutCache, HostPaging, Packed, PagedCache, Paging
 
+DEVICE = torch.device("cpu")
 _pool: ThreadPoolExecutor | None = None
 _num_threads = 1
 
@@ -177,7 +178,7 @@ def store_kv(
             qkv, num_heads * dim, (num_heads + num_kv) * dim, num_kv, dim, cache, layer, paging
         )
         return
-    arrays = _arrays(paging)
+    arrays = HostPaging.of(paging)
     split(
         cpu_attention.store, qkv.shape[0], qkv.numpy(), num_heads, dim, *_stored(cache), layer,
         arrays.slots, arrays.tables, arrays.places, arrays.block_tables,
@@ -220,7 +221,7 @@ def attention(
     """
     num_heads, num_kv, dim = heads
     out = torch.empty(qkv.shape[0], num_heads * dim)
-    a = _arrays(paging)
+    a = HostPaging.of(paging)
     biases = _NONE1 if slopes is None else slopes.numpy()
     where = (
         a.tiles, a.slots, a.tables, a.positions, a.windows, a.row_map, a.map_base, a.maps, a.block_tables, out.numpy(),
@@ -243,7 +244,7 @@ def attention(
 def _store_cut(
     rows: Tensor, first_key: int, first_value: int, heads: int, dim: int, cache: CutCache, layer: int, paging: Paging
 ) -> None:  # fmt: skip
-    a = _arrays(paging)
+    a = HostPaging.of(paging)
     kind, group, arrays, exact, sinks = _cut_arrays(cache)
     split(
         cpu_cut.store, rows.shape[0], rows.numpy(), first_key, first_value, heads, dim, kind, group, *arrays, *exact, *sinks,
@@ -271,25 +272,6 @@ def _stored(cache: PagedCache) -> Any:
     if cache.arrays is None:
         cache.arrays = (cache.keys.numpy(), cache.values.numpy())
     return cache.arrays
-
-
-class _Arrays:
-    """The tensors of a `Paging` as NumPy arrays, made once for its many passes through the layers."""
-
-    def __init__(self, paging: Paging) -> None:
-        for name in _PAGING_FIELDS:
-            setattr(self, name, getattr(paging, name).numpy())
-
-
-_PAGING_FIELDS = (
-    "slots", "tables", "positions", "places", "windows", "row_map", "map_base", "maps", "block_tables", "tiles",
-)  # fmt: skip
-
-
-def _arrays(paging: Paging) -> Any:
-    if paging.arrays is None:
-        paging.arrays = _Arrays(paging)
-    return paging.arrays
 
 
 # -------------------------------------------------------------------------------------------------------------- sampling

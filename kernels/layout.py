@@ -5,7 +5,7 @@ Plain containers of tensors, no arithmetic. The caches and rows of `gpu_worker` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -128,4 +128,28 @@ class Paging:
     maps: Tensor
     block_tables: Tensor
     tiles: Tensor
-    arrays: Any = field(default=None, repr=False)  # a backend's own form of the above, made once
+    arrays: HostPaging | None = field(default=None, repr=False)  # the same in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class HostPaging:
+    """The fields of a `Paging`, as NumPy arrays in host memory."""
+
+    slots: Any
+    tables: Any
+    positions: Any
+    places: Any
+    windows: Any
+    row_map: Any
+    map_base: Any
+    maps: Any
+    block_tables: Any
+    tiles: Any
+
+    @staticmethod
+    def of(paging: Paging) -> HostPaging:
+        """That of a paging in host memory, kept there for the many passes through the layers."""
+        if paging.arrays is None:
+            names = [f.name for f in fields(HostPaging)]
+            paging.arrays = HostPaging(*(getattr(paging, name).numpy() for name in names))
+        return paging.arrays

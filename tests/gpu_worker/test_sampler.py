@@ -64,15 +64,15 @@ def test_penalties(
         presence_penalty=presence,
         frequency_penalty=frequency,
     )
-    made.shape(logits, len(generated), path)
+    made.shape(torch.from_numpy(logits), len(generated), path)
     np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_path_shapes_like_the_same_tokens_committed() -> None:
     a, b = random_logits(1)[0].numpy(), random_logits(1)[0].numpy()
     how = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.9}
-    sampling([1, 2], [3, 3, 1], **how).shape(a, 3)
-    sampling([1, 2], [3], **how).shape(b, 3, (3, 1))
+    sampling([1, 2], [3, 3, 1], **how).shape(torch.from_numpy(a), 3)
+    sampling([1, 2], [3], **how).shape(torch.from_numpy(b), 3, (3, 1))
     assert (a == b).all()
 
 
@@ -91,11 +91,11 @@ def test_bias_and_banned_stops() -> None:
     logits = random_logits(1)[0].numpy()
     before = logits.copy()
     made = sampling([1], logit_bias=((3, 50.0), (4, -100.0)), stop_token_ids=(7, 8), min_tokens=2)
-    made.shape(logits, 1)
+    made.shape(torch.from_numpy(logits), 1)
     assert logits[3] == before[3] + 50 and logits[4] == before[4] - 100
     assert np.isneginf(logits[[7, 8]]).all()
     later = before.copy()
-    made.shape(later, 2)
+    made.shape(torch.from_numpy(later), 2)
     assert (later[[7, 8]] == before[[7, 8]]).all()
 
 

@@ -24,7 +24,10 @@ def form(kv_format: str, kv_heads: int = 2) -> Form:
 
 
 def make(kv_format: str) -> CutCache:
-    cache = make_store(form(kv_format), 5, 5, (1, 1, 5))
+    has_copies = form(kv_format).has_copies
+    tables = torch.full((1, 1, 5) if has_copies else (0, 0, 0), -1, dtype=torch.int32)
+    owners = torch.full((5 * has_copies,), -1, dtype=torch.int32)
+    cache = make_store(form(kv_format), 5, 5, tables, owners, torch.device("cpu"))
     assert isinstance(cache, CutCache)
     if len(cache.sink_of):
         cache.exact_tables[0, 0, 1:] = torch.tensor([3, 1, 4, 0])
