@@ -265,6 +265,41 @@ def store_64(address: int, value: int) -> None:
     emulator.write_global(address, (value & (2**64 - 1)).to_bytes(8, "little"))
 
 
+@op("rrrr", "l", "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_128(address: int) -> Four:
+    return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
+@op("rr", "l", "ld.global.cg.v2.u32 {$0,$1}, [$2];", volatile=True)
+def load_64(address: int) -> tuple[int, int]:
+    return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
+
+
+@op("r", "l", "ld.global.cg.u32 $0, [$1];", volatile=True)
+def load_32(address: int) -> int:
+    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
+
+
+@op("r", "l", "{.reg .b16 h; ld.global.cg.u16 h, [$1]; cvt.u32.u16 $0, h;}", volatile=True)
+def load_16(address: int) -> int:
+    return int(struct.unpack("<H", emulator.read_global(address, 2))[0])
+
+
+@op("r", "l", "ld.global.cg.u8 $0, [$1];", volatile=True)
+def load_8(address: int) -> int:
+    return emulator.read_global(address, 1)[0]
+
+
+@op("", "lr", "{.reg .b16 h; cvt.u16.u32 h, $1; st.global.u16 [$0], h;}", memory=True)
+def store_16(address: int, value: int) -> None:
+    emulator.write_global(address, struct.pack("<H", value & 0xFFFF))
+
+
+@op("", "lr", "st.global.u8 [$0], $1;", memory=True)
+def store_8(address: int, value: int) -> None:
+    emulator.write_global(address, bytes([value & 0xFF]))
+
+
 # --- shared memory ---------------------------------------------------------------------------------
 
 
@@ -375,6 +410,16 @@ def store_async_f32(address: int, value: float, barrier: int, condition: int) ->
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_cluster_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
+
+
+@op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_shared_f32x4(address: int) -> Four:
+    return struct.unpack("<4f", emulator.read_shared(address, 16))
+
+
+@op("", "rf", "st.shared.f32 [$0], $1;", memory=True)
+def store_shared_f32(address: int, value: float) -> None:
+    emulator.write_shared(address, struct.pack("<f", value))
 
 
 # --- barriers, bulk copies, kernel order -----------------------------------------------------------
@@ -612,6 +657,22 @@ def byte_permute(a: int, b: int, selector: int) -> int:
 def sub_half2(a: int, b: int) -> int:
     halves = [_half_bits(_half(a >> s) - _half(b >> s)) for s in (0, 16)]
     return halves[0] | halves[1] << 16
+
+
+@op("f", "ff", "min.f32 $0, $1, $2;")
+def fmin(a: float, b: float) -> float:
+    return min(a, b)
+
+
+@op("r", "f", "cvt.rni.s32.f32 $0, $1;")
+def nearest_int(x: float) -> int:
+    """The nearest integer, ties to even; `x` must fit 32 bits."""
+    return int(np.rint(x))
+
+
+@op("r", "rr", "min.s32 $0, $1, $2;")
+def smaller(a: int, b: int) -> int:
+    return min(a, b)
 
 
 # --- across the warp -------------------------------------------------------------------------------
