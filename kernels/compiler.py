@@ -48,11 +48,17 @@ def _source_digest(module: str) -> str:
     """A hash of the sources that a kernel of `module` is made of: any edit compiles anew."""
     digest = hashlib.sha256(TOOLCHAIN.encode())
     folder = Path(__file__).parent
-    shared = [
-        folder / f"{name}.py" for name in ("compiler", "device_code", "intrinsics", "fragments")
-    ]
-    for path in shared + sorted(folder.glob(f"{module.split('.')[-1]}*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
+    # What it imports of this package, and what those import.
+    names, found = {"compiler", module.split(".")[-1]}, set[str]()
+    while names - found:
+        name = min(names - found)
+        found.add(name)
+        source = (folder / f"{name}.py").read_text()
+        names |= set(re.findall(r"^ *from kernels\.(\w+) import", source, re.M))
+        for line in re.findall(r"^ *from kernels import (.+)$", source, re.M):
+            names |= {name.strip() for name in line.split(",")} - {"emulator"}
+    for name in sorted(found):
+        digest.update(name.encode() + (folder / f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 

@@ -243,11 +243,7 @@ def mbarrier_arrive(address: int) -> None:
 def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     if num_bytes % 16 or address % 16 or shared % 16:
         raise ValueError(f"bulk copy of {num_bytes} bytes must be aligned to 16 bytes")
-    data = read_global(address, num_bytes)
-    block = current().block
-    with block.lock:
-        block.mbarriers[barrier].announce(shared, data)
-        block.lock.notify_all()
+    store_async(shared, read_global(address, num_bytes), barrier)
 
 
 def store_async(address: int, data: bytes, barrier: int) -> None:

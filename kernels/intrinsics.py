@@ -313,6 +313,11 @@ def load_shared_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
 
 
+@op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_shared_f32x4(address: int) -> tuple[float, float, float, float]:
+    return struct.unpack("<4f", emulator.read_shared(address, 16))  # type: ignore[return-value]
+
+
 @op("f", "r", "ld.shared.f32 $0, [$1];", volatile=True)
 def load_shared_f32(address: int) -> float:
     return float(struct.unpack("<f", emulator.read_shared(address, 4))[0])
@@ -407,6 +412,17 @@ def store_async_f32(address: int, value: float, barrier: int, condition: int) ->
         emulator.store_async(address, struct.pack("<f", value), barrier)
 
 
+@op(
+    "",
+    "rffffr",
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1,$2,$3,$4}, [$5];",
+    memory=True,
+)
+def store_async_f32x4(address: int, a: float, b: float, c: float, d: float, barrier: int) -> None:
+    """Store into a block of the cluster and tell its memory barrier of 16 bytes."""
+    emulator.store_async(address, struct.pack("<4f", a, b, c, d), barrier)
+
+
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_cluster_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
@@ -492,6 +508,12 @@ def mbarrier_wait(address: int, parity: int) -> None:
     emulator.mbarrier_wait(address, parity)
 
 
+@op("", "r", "mbarrier.arrive.shared.b64 _, [$0];", memory=True)
+def mbarrier_arrive(address: int) -> None:
+    """Arrive at a memory barrier of this block."""
+    emulator.mbarrier_arrive(address)
+
+
 @op("", "r", "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", memory=True)
 def mbarrier_arrive_cluster(address: int) -> None:
     """Arrive at a memory barrier of a block of the cluster."""
@@ -506,6 +528,29 @@ def mbarrier_arrive_cluster(address: int) -> None:
 )
 def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     emulator.bulk_copy(shared, address, num_bytes, barrier)
+
+
+@op(
+    "",
+    "rlrrr",
+    "{.reg .b16 m; cvt.u16.u32 m, $4; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [$0], [$1], $2, [$3], m;}",
+    memory=True,
+)
+def bulk_copy_to_ranks(shared: int, address: int, num_bytes: int, barrier: int, ranks: int) -> None:
+    """One read that lands at the same place of every block of the cluster whose bit is set in `ranks`."""
+    for rank in range(16):
+        if ranks >> rank & 1:
+            emulator.bulk_copy(
+                emulator.map_shared(shared, rank), address, num_bytes,
+                emulator.map_shared(barrier, rank),
+            )  # fmt: skip
+
+
+@op("", "lr", "cp.async.bulk.prefetch.L2.global [$0], $1;", memory=True)
+def prefetch_l2(address: int, num_bytes: int) -> None:
+    """Ask for memory to be brought into the L2 cache (a multiple of 16 bytes)."""
+    emulator.read_global(address, num_bytes)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------
