@@ -1,0 +1,193 @@
+"""The parts of prompt attention, each made for one shape: queries, scores, softmax, weighted values, the rows that leave.
+
+Straight-line device code of one warp with 16 query rows; `prompt_attention.py` puts it together. A lane (g, t) holds rows
+g and g + 8; of every 8 keys or dims it holds 2t and 2t + 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kernels.device_code import traced
+from kernels.intrinsics import (
+    exp2,
+    fma,
+    fmax,
+    int_to_f32,
+    less,
+    load_128_if,
+    load_f32_if,
+    load_shared_128,
+    mma,
+    pack_half2,
+    reciprocal,
+    select,
+    shuffle_xor_f32,
+    store_32_if,
+    wide,
+)
+from kernels.layout import NUM_SINKS
+
+if TYPE_CHECKING:
+    from kernels.prompt_attention import PromptAttentionShape
+
+LOG2E = 1.4426950408889634
+# The score of a masked key: finite, so that a row that has seen no key yet keeps finite numbers, which its first key wipes out.
+_NEVER = -1.0e30
+
+
+def make_load_query(shape: PromptAttentionShape) -> Any:
+    parts, row_bytes = shape.head_dim // 32, shape.num_heads * shape.head_dim * 2
+
+    @traced("r" * (shape.head_dim // 4))
+    def load_query(q: Any, row: Any, rows: Any, lane: Any) -> Any:
+        """A fragments of 16 rows from `row` of a tile of `rows`, in the order of the keys' columns; rows past the end are zero."""
+        regs: list[Any] = []
+        first = row + (lane >> 2)
+        for part in range(parts):
+            at = q + wide(first) * row_bytes + ((lane & 3) * 16 + part * 64)
+            low = load_128_if(at, less(first, rows))
+            high = load_128_if(at + 8 * row_bytes, less(first + 8, rows))
+            for step in range(2):
+                regs += [low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]]
+        return tuple(regs)
+
+    return load_query
+
+
+def make_scores(shape: PromptAttentionShape) -> Any:
+    steps = shape.head_dim // 16
+
+    @traced("f" * 32)
+    def scores(query: Any, keys: Any) -> Any:
+        """q.k of 16 rows and a block of 64 keys."""
+        acc: list[Any] = [(0.0, 0.0, 0.0, 0.0)] * 8
+        for step in range(steps):
+            a = query[4 * step : 4 * step + 4]
+            for tile in range(4):
+                b = load_shared_128(keys + (tile * steps + step) * 512)
+                acc[2 * tile] = mma(*acc[2 * tile], *a, b[0], b[2])
+                acc[2 * tile + 1] = mma(*acc[2 * tile + 1], *a, b[1], b[3])
+        return tuple(value for values in acc for value in values)
+
+    return scores
+
+
+def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
+    @traced("r" * 16 + "f" * 6)
+    def softmax(
+        scores: Any, top0: Any, top1: Any, sum0: Any, sum1: Any, first_key: Any, position: Any,
+        window: Any, slope: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        """The weights of a block's keys as A fragments, the new maxima and sums of rows g and g + 8, and what corrects the old.
+
+        `position` is that of row g; a row sees keys up to its own that are inside its window (0: all) or sinks. The sums are a
+        lane's own share.
+        """
+        tops, sums = [top0, top1], [sum0, sum1]
+        rows: list[list[Any]] = [[], []]
+        offset = first_key - position + (lane & 3) * 2
+        low = int_to_f32(0) + _NEVER
+        for group in range(8):
+            for high in range(2):
+                for odd in range(2):
+                    score = scores[4 * group + 2 * high + odd]
+                    # how far the key lies after the row
+                    ahead = offset + (8 * group + odd - 8 * high)
+                    if shape.has_alibi:
+                        score = fma(int_to_f32(ahead), slope, score)
+                    if is_masked:
+                        key = first_key + (lane & 3) * 2 + (8 * group + odd)
+                        is_near = less(window, 1) | less(0 - window, ahead) | less(key, NUM_SINKS)
+                        score = select(score, low, less(ahead, 1) & is_near)
+                    rows[high].append(score)
+        fixes, weights = [], []
+        for high in range(2):
+            top = rows[high][0]
+            for score in rows[high][1:]:
+                top = fmax(top, score)
+            for mask in (1, 2):
+                top = fmax(top, shuffle_xor_f32(top, mask))
+            top = fmax(tops[high], top)
+            fix = exp2(tops[high] - top)
+            shares = [exp2(score - top) for score in rows[high]]
+            total = sums[high] * fix
+            for share in shares:
+                total = total + share
+            tops[high], sums[high] = top, total
+            fixes.append(fix)
+            weights.append(shares)
+        regs = []
+        for group in range(8):
+            for high in range(2):
+                share = weights[high]
+                regs.append(pack_half2(share[2 * group], share[2 * group + 1]))
+        return (*regs, *tops, *sums, *fixes)
+
+    return softmax
+
+
+def make_values(shape: PromptAttentionShape) -> Any:
+    tiles = shape.head_dim // 16
+
+    @traced("f" * (shape.head_dim // 2))
+    def values(out: Any, weights: Any, fix0: Any, fix1: Any, block: Any) -> Any:
+        """out, corrected, + p.v of a block of 64 keys."""
+        new = [
+            (out[i] * fix0, out[i + 1] * fix0, out[i + 2] * fix1, out[i + 3] * fix1)
+            for i in range(0, shape.head_dim // 2, 4)
+        ]
+        for step in range(4):
+            a = weights[4 * step : 4 * step + 4]
+            for tile in range(tiles):
+                b = load_shared_128(block + (tile * 4 + step) * 512)
+                new[2 * tile] = mma(*new[2 * tile], *a, b[0], b[2])
+                new[2 * tile + 1] = mma(*new[2 * tile + 1], *a, b[1], b[3])
+        return tuple(value for acc in new for value in acc)
+
+    return values
+
+
+def make_finish(shape: PromptAttentionShape) -> Any:
+    row_bytes = shape.num_heads * shape.head_dim * 2
+
+    @traced()
+    def finish(out: Any, sum0: Any, sum1: Any, target: Any, row: Any, rows: Any, lane: Any) -> None:
+        """Write the rows' fp16 results."""
+        for high, total in enumerate((sum0, sum1)):
+            for mask in (1, 2):
+                total = total + shuffle_xor_f32(total, mask)
+            inverse = reciprocal(total)
+            mine = row + (lane >> 2) + 8 * high
+            at = target + wide(mine) * row_bytes + (lane & 3) * 4
+            for group in range(shape.head_dim // 8):
+                pair = [out[4 * group + 2 * high + odd] * inverse for odd in range(2)]
+                store_32_if(at + group * 16, pack_half2(*pair), less(mine, rows))
+
+    return finish
+
+
+def make_zeros(shape: PromptAttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 2))
+    def zeros() -> Any:
+        return tuple(int_to_f32(0) for _ in range(shape.head_dim // 2))
+
+    return zeros
+
+
+@traced("ffff")
+def start() -> Any:
+    """Maxima and sums of rows that have seen no key."""
+    low, zero = int_to_f32(0) + _NEVER, int_to_f32(0)
+    return low, low, zero, zero
+
+
+def make_slope(shape: PromptAttentionShape) -> Any:
+    @traced("f")
+    def load_slope(slopes: Any, head: Any) -> Any:
+        """The head's slope for scores in units of log 2."""
+        if not shape.has_alibi:
+            return int_to_f32(0)
+        return load_f32_if(slopes + head * 4, 1) * LOG2E
+
+    return load_slope

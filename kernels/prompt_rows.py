@@ -1,0 +1,389 @@
+"""What happens to prompt rows between the products, each kernel one pass over memory: RMS norm, rotary positions with the cache write,
+SwiGLU.
+
+Rows are independent: a row's bits depend on its own numbers and its position alone. Queries leave scaled and K and V enter the cache in
+the form of the decode path (`linear_parts.make_qkv`): float32 until the last rounding to fp16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.compiler import Variant
+from kernels.device_code import traced
+from kernels.fragments import key_place, value_place
+from kernels.intrinsics import (
+    block_x,
+    exp2,
+    fma,
+    grid_dependency_launch,
+    grid_dependency_wait,
+    int_to_f32,
+    less,
+    load_128_if,
+    load_f32x4_if,
+    load_i32,
+    load_shared_f32,
+    pack_half2,
+    quotient,
+    reciprocal,
+    remainder,
+    rsqrt,
+    shared_base,
+    store_16_if,
+    store_32_if,
+    store_128_if,
+    store_shared_f32_if,
+    sum_of_warp,
+    sync_block,
+    thread_id,
+    unpack_half2,
+    wide,
+)
+from kernels.prompt_attention import TILE_FIELDS
+
+_LOG2E = 1.4426950408889634
+
+
+def _octet(words: Any) -> list[Any]:
+    """Eight floats of four words of halves."""
+    return [value for word in words for value in unpack_half2(word)]
+
+
+def _words(values: Any) -> list[Any]:
+    return [pack_half2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+# --- norm ------------------------------------------------------------------------------------------
+
+_NORM_OCTETS = 8  # of a lane, at most
+_NORM_ROWS = 8  # rows of a block, where a row is one warp's
+
+
+@dataclass(frozen=True)
+class _NormShape:
+    d: int
+
+    @property
+    def warps(self) -> int:
+        """Of one row."""
+        return -(-self.d // (256 * _NORM_OCTETS))
+
+    @property
+    def octets(self) -> int:
+        """Of one lane."""
+        return -(-self.d // (256 * self.warps))
+
+
+def _make_norm(shape: _NormShape) -> Any:
+    d, warps, octets = shape.d, shape.warps, shape.octets
+    step = 8 * 32 * warps
+    rows_per_block = _NORM_ROWS if warps == 1 else 1
+    is_spread = warps > 1
+
+    @traced("f" * (8 * octets))
+    def load(x: Any, row: Any, first: Any, is_row: Any) -> Any:
+        values: list[Any] = []
+        for i in range(octets):
+            column = first + i * step
+            at = x + wide(row) * (4 * d) + column * 4
+            is_real = is_row & less(column, d)
+            values += [*load_f32x4_if(at, is_real), *load_f32x4_if(at + 16, is_real)]
+        return tuple(values)
+
+    @traced("f")
+    def squares(values: Any) -> Any:
+        total = int_to_f32(0)
+        for value in values:
+            total = fma(value, value, total)
+        return sum_of_warp(total)
+
+    @traced("f")
+    def sum_of_warps(base: Any) -> Any:
+        total = load_shared_f32(base)
+        for i in range(1, warps):
+            total = total + load_shared_f32(base + 4 * i)
+        return total
+
+    @traced()
+    def put(
+        values: Any, total: Any, gain: Any, h: Any, row: Any, first: Any, is_row: Any, eps: Any
+    ) -> None:
+        scale = rsqrt(fma(total, 1.0 / d, eps))
+        for i in range(octets):
+            column = first + i * step
+            is_real = is_row & less(column, d)
+            at = gain + column * 4
+            gains = [*load_f32x4_if(at, is_real), *load_f32x4_if(at + 16, is_real)]
+            scaled = [v * scale * g for v, g in zip(values[8 * i :], gains, strict=False)]
+            store_128_if(h + wide(row) * (2 * d) + column * 2, *_words(scaled), is_real)
+
+    def kernel(x: Any, gain: Any, h: Any, num_rows: Any, eps: Any) -> None:
+        thread, base = thread_id(), shared_base()
+        row, first = block_x() * rows_per_block, thread * 8
+        if not is_spread:
+            row += thread >> 5
+            first = (thread & 31) * 8
+        is_row = 1 if row < num_rows else 0
+        grid_dependency_launch()
+        grid_dependency_wait()
+        values = load(x, row, first, is_row)
+        total = squares(values)
+        if is_spread:
+            store_shared_f32_if(base + (thread >> 5) * 4, total, 1 if thread & 31 == 0 else 0)
+            sync_block()
+            total = sum_of_warps(base)
+        put(values, total, gain, h, row, first, is_row, eps)
+
+    return kernel
+
+
+def norm_rows_per_block(d: int) -> int:
+    """Rows of one block of `norm`."""
+    return _NORM_ROWS if _NormShape(d).warps == 1 else 1
+
+
+def norm(d: int) -> Variant:
+    """fp16 h = RMS norm of x times gain; grid (rows / norm_rows_per_block, 1); d is a multiple of 8.
+
+    Kernel arguments: x float32 (rows, d), gain float32 (d,), h fp16 (rows, d), number of rows, eps.
+    """
+    shape = _NormShape(d)
+    return Variant(
+        name=f"prompt_norm_{d}",
+        function=_make_norm(shape),
+        args="lllrf",
+        num_threads=32 * (_NORM_ROWS if shape.warps == 1 else shape.warps),
+        shared_bytes=4 * shape.warps if shape.warps > 1 else 0,
+        blocks_per_sm=2,
+        constants=(shape,),
+    )
+
+
+# --- SwiGLU ----------------------------------------------------------------------------------------
+
+_GATE_THREADS = 256
+_GATE_ITEMS = 2
+
+
+def gate_grid(rows: int, d_ff: int) -> int:
+    """Blocks of `gate` for some rows."""
+    return -(-rows * (d_ff // 8) // (_GATE_THREADS * _GATE_ITEMS))
+
+
+def gate(d_ff: int) -> Variant:
+    """fp16 out (rows, d_ff) = silu(gate) * up; d_ff is a multiple of 8; grid (gate_grid(rows, d_ff), 1).
+
+    Kernel arguments: gate_up fp16 (rows, 2 d_ff), gate first; out; number of rows.
+    """
+    units = d_ff // 8
+
+    @traced()
+    def one(gate_up: Any, out: Any, items: Any, num_items: Any) -> None:
+        loads = []
+        for i in range(_GATE_ITEMS):
+            item = items + i * _GATE_THREADS
+            row, unit = quotient(item, units), remainder(item, units)
+            at = gate_up + wide(row) * (4 * d_ff) + unit * 16
+            is_real = less(item, num_items)
+            loads.append((load_128_if(at, is_real), load_128_if(at + 2 * d_ff, is_real)))
+        for i, (gates, ups) in enumerate(loads):
+            item = items + i * _GATE_THREADS
+            values = []
+            for a, b in zip(_octet(gates), _octet(ups), strict=True):
+                values.append(a * reciprocal(exp2(a * -_LOG2E) + 1.0) * b)
+            store_128_if(out + wide(item) * 16, *_words(values), less(item, num_items))
+
+    def kernel(gate_up: Any, out: Any, rows: Any) -> None:
+        grid_dependency_launch()
+        grid_dependency_wait()
+        one(gate_up, out, block_x() * (_GATE_THREADS * _GATE_ITEMS) + thread_id(), rows * units)
+
+    return Variant(
+        name=f"prompt_gate_{d_ff}",
+        function=kernel,
+        args="llr",
+        num_threads=_GATE_THREADS,
+        blocks_per_sm=4,
+        constants=(d_ff,),
+    )
+
+
+# --- q, k and v ------------------------------------------------------------------------------------
+
+_SPLIT_THREADS = 128
+
+
+@dataclass(frozen=True)
+class SplitShape:
+    """head_dim is a multiple of 32; pairs of rotary positions are (i, i + head_dim / 2) or (2i, 2i + 1)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_rotary: bool
+    is_half_pairing: bool
+
+    @property
+    def parts(self) -> int:
+        """Heads of q, k and v."""
+        return self.num_heads + 2 * self.num_kv_heads
+
+
+def _make_turn(shape: SplitShape) -> Any:
+    """Octets o and o + head_dim / 16 of one row of q or k, turned to the row's position, as words."""
+    dim, row_bytes = shape.head_dim, 2 * shape.parts * shape.head_dim
+    octets = dim // 16
+
+    def turn(head: Any, row: Any, octet: Any, angles: Any, position: Any, is_row: Any) -> Any:
+        at = head + wide(row) * row_bytes + octet * 16
+        a = _octet(load_128_if(at, is_row))
+        b = _octet(load_128_if(at + 16 * octets, is_row))
+        if not shape.is_rotary:
+            return a, b
+        table = angles + wide(position) * (4 * dim)
+        # 16 pairs of (cos, sin): of octet o and o + octets, or of the pairs that lie in both
+        places = [octet * 64 + 16 * i for i in range(4)]
+        if not shape.is_half_pairing:
+            places = [(octet + octets * (i // 2)) * 32 + 16 * (i % 2) for i in range(4)]
+        found = [value for place in places for value in load_f32x4_if(table + place, is_row)]
+        cos, sin = found[::2], found[1::2]
+        if shape.is_half_pairing:
+            first, second = a, b
+        else:
+            first, second = (a + b)[::2], (a + b)[1::2]
+        turned_a = [
+            fma(x, c, y * s * -1.0) for x, y, c, s in zip(first, second, cos, sin, strict=True)
+        ]
+        turned_b = [fma(y, c, x * s) for x, y, c, s in zip(first, second, cos, sin, strict=True)]
+        if shape.is_half_pairing:
+            return turned_a, turned_b
+        both = [value for pair in zip(turned_a, turned_b, strict=True) for value in pair]
+        return both[:8], both[8:]
+
+    return turn
+
+
+def _make_split(shape: SplitShape) -> Any:
+    dim, parts, heads, kv_heads = shape.head_dim, shape.parts, shape.num_heads, shape.num_kv_heads
+    octets = dim // 16
+    turn = _make_turn(shape)
+    scale = _LOG2E / dim**0.5
+    row_bytes = 2 * parts * dim
+    half_bytes = 128 * dim
+
+    @traced()
+    def put_query(head: Any, out: Any, angles: Any, first: Any, rows: Any, item: Any) -> None:
+        row, octet = quotient(item, octets), remainder(item, octets)
+        is_row = less(row, rows)
+        for i, values in enumerate(turn(head, row, octet, angles, first + row, is_row)):
+            at = out + wide(row) * (2 * dim * heads) + (octet + octets * i) * 16
+            store_128_if(at, *_words([value * scale for value in values]), is_row)
+
+    @traced()
+    def put_key(head: Any, out: Any, angles: Any, first: Any, rows: Any, item: Any) -> None:
+        """Two rows, 8 positions apart: their words alternate in the cache."""
+        pair, octet = quotient(item, octets), remainder(item, octets)
+        place = (pair >> 3) * 16 + (pair & 7)
+        found = []
+        for high in range(2):
+            row = place + 8 * high - (first & 63)
+            is_row = less(-1, row) & less(row, rows)
+            found.append((turn(head, row, octet, angles, first + row, is_row), is_row))
+        (low, is_low), (high, is_high) = found
+        is_both = is_low & is_high
+        for i in range(2):
+            words = [*_words(low[i]), *_words(high[i])]
+            for step in range(2):
+                at = out + key_place(place, (octet + octets * i) * 8 + 4 * step, dim) * 2
+                mixed = [
+                    words[2 * step],
+                    words[4 + 2 * step],
+                    words[2 * step + 1],
+                    words[5 + 2 * step],
+                ]
+                store_128_if(at, *mixed, is_both)
+                for j, word in enumerate(mixed):
+                    store_32_if(at + 4 * j, word, (1 - is_both) & (is_high if j % 2 else is_low))
+
+    @traced()
+    def put_values(head: Any, out: Any, item: Any) -> None:
+        """Positions 2t, 2t + 1, 2t + 8 and 2t + 9 of a step, 16 dims; all rows are there."""
+        t, step, tile = item & 3, (item >> 2) & 3, item >> 4
+        words = []
+        for ahead in (0, 1, 8, 9):
+            at = head + wide(step * 16 + t * 2 + ahead) * row_bytes + tile * 32
+            words.append([*load_128_if(at, 1), *load_128_if(at + 16, 1)])
+        for g in range(8):
+            unit = []
+            for pair in range(2):
+                for high in range(2):
+                    a, b = (words[2 * pair + i][4 * high + g // 2] for i in range(2))
+                    unit.append(
+                        (a >> 16 | b & 0xFFFF0000) if g % 2 else (a & 0xFFFF | (b & 0xFFFF) << 16)
+                    )
+            store_128_if(out + ((tile * 4 + step) * 32 + 4 * g + t) * 16, *unit, 1)
+
+    @traced()
+    def put_some_values(head: Any, out: Any, first: Any, rows: Any, item: Any) -> None:
+        row, octet = quotient(item, 2 * octets), remainder(item, 2 * octets)
+        is_row = less(row, rows)
+        words = load_128_if(head + wide(row) * row_bytes + octet * 16, is_row)
+        place = (first & 63) + row
+        for i in range(8):
+            at = out + value_place(place, octet * 8 + i) * 2
+            store_16_if(at, words[i // 2] >> 16 * (i % 2), is_row)
+
+    def kernel(
+        qkv: Any, q: Any, cache: Any, layer_bytes: Any, block_bytes: Any, tables: Any, tiles: Any, angles: Any,
+        num_tables: Any, max_blocks: Any,
+    ) -> None:  # fmt: skip
+        tile = tiles + quotient(block_x(), parts) * (4 * TILE_FIELDS)
+        part, thread = remainder(block_x(), parts), thread_id()
+        grid_dependency_launch()
+        grid_dependency_wait()
+        slot, which, first = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
+        first_row, rows = load_i32(tile + 12), load_i32(tile + 16)
+        head = qkv + wide(first_row) * row_bytes + part * (2 * dim)
+        if part < heads:
+            out = q + wide(first_row * heads + part) * (2 * dim)
+            for item in range(thread, rows * octets, _SPLIT_THREADS):
+                put_query(head, out, angles, first, rows, item)
+        else:
+            entry = load_i32(
+                tables + (wide((slot * num_tables + which) * max_blocks) + (first >> 6)) * 4
+            )
+            block = cache + layer_bytes + wide(entry) * block_bytes
+            if part < heads + kv_heads:
+                out = block + (part - heads) * (2 * half_bytes)
+                for item in range(thread, 32 * octets, _SPLIT_THREADS):
+                    put_key(head, out, angles, first, rows, item)
+            else:
+                out = block + (part - heads - kv_heads) * (2 * half_bytes) + half_bytes
+                if rows == 64:
+                    for item in range(thread, dim, _SPLIT_THREADS):
+                        put_values(head, out, item)
+                else:
+                    for item in range(thread, rows * 2 * octets, _SPLIT_THREADS):
+                        put_some_values(head, out, first, rows, item)
+
+    return kernel
+
+
+def split_qkv(shape: SplitShape) -> Variant:
+    """Turn q and k, scale q by log2(e) / sqrt(head_dim), write q in rows and K and V into the cache; grid (tiles x parts, 1).
+
+    Kernel arguments: qkv fp16 (rows, parts, head_dim); q fp16 (rows, num_heads, head_dim), written; the cache of exact blocks, bytes of
+    the layer's offset and of a block over all layers; its tables int32 (slots, tables, max_blocks); tiles as in `prompt_attention`;
+    angles float32 (max_pos, head_dim / 2, 2), cos and sin; num_tables, max_blocks.
+    """
+    return Variant(
+        name=f"prompt_split_h{shape.num_heads}k{shape.num_kv_heads}d{shape.head_dim}"
+        f"r{int(shape.is_rotary)}{int(shape.is_half_pairing)}",
+        function=_make_split(shape),
+        args="llllllll" + "rr",
+        num_threads=_SPLIT_THREADS,
+        blocks_per_sm=4,
+        constants=(shape,),
+    )

@@ -1,0 +1,298 @@
+"""The prompt class at tiny sizes on the emulator: attention, the kernels between the products, and whole layers, against plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import fragments, prompt, prompt_rows, reference
+from kernels.layout import FragmentCache, PagedCache, Paging
+from kernels.prompt import PromptLayer, PromptPass, PromptSpec, make_tiles
+from kernels.prompt_attention import PromptAttentionShape, prompt_attention
+from kernels.prompt_rows import SplitShape
+from kernels.runtime import launch
+
+LOG2E = 1.4426950408889634
+LAYERS, LAYER = 2, 1
+
+
+def _caches(num_blocks: int, kv_heads: int, dim: int) -> tuple[FragmentCache, PagedCache]:
+    """The same random keys and values in both forms."""
+    make = torch.Generator().manual_seed(dim)
+    shape = (num_blocks, LAYERS, kv_heads, 64, dim)
+    keys, values = (torch.randn(shape, generator=make).half() for _ in range(2))
+    parts = torch.stack([fragments.pack_keys(keys), fragments.pack_values(values)], -2)
+    stored = parts.flatten(-2).contiguous().view(torch.uint8)
+    none = torch.zeros(0, dtype=torch.int32)
+    cache = FragmentCache("fp16", stored, stored, none, dim)
+    return cache, PagedCache(keys.transpose(-1, -2).float(), values.float())
+
+
+def _ints(values: object) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def _tiles(slots: list[int], positions: list[int], window: int = 0) -> Tensor:
+    n = len(slots)
+    tables = np.zeros(n, dtype=np.int32)
+    return torch.from_numpy(
+        make_tiles(np.array(slots), tables, np.array(positions), np.full(n, window))
+    )
+
+
+def _attend(
+    shape: PromptAttentionShape, q: Tensor, cache: FragmentCache, block_tables: Tensor, tiles: Tensor,
+    slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    out = torch.full(q.shape, float("nan")).half()
+    launch(
+        prompt_attention(shape), (len(tiles) * shape.num_heads, 1), q, cache.stored,
+        LAYER * cache.stored.stride(1), cache.stored.stride(0), block_tables, tiles, slopes, out,
+        *block_tables.shape[1:],
+    )  # fmt: skip
+    return out
+
+
+def _queries(rows: int, shape: PromptAttentionShape) -> tuple[Tensor, Tensor]:
+    """Scaled fp16 queries as the kernel takes them, and what they were before."""
+    scale = LOG2E / shape.head_dim**0.5
+    make = torch.Generator().manual_seed(rows)
+    q = (torch.randn(rows, shape.num_heads, shape.head_dim, generator=make) * scale).half()
+    return q, q.float() / scale
+
+
+@pytest.mark.parametrize(
+    ("shape", "spans", "window"),
+    [
+        pytest.param(PromptAttentionShape(2, 2, 32), [(0, 0, 1), (1, 64, 128)], 0, id="sequences"),
+        pytest.param(PromptAttentionShape(2, 1, 32, True), [(0, 150, 171)], 0, id="gqa_alibi"),
+        pytest.param(PromptAttentionShape(1, 1, 64), [(0, 187, 205)], 60, id="window_skips_blocks"),
+        pytest.param(PromptAttentionShape(1, 1, 96), [(0, 63, 65)], 20, id="block_edge_window"),
+        pytest.param(
+            PromptAttentionShape(8, 1, 128), [(0, 70, 75)], 0, id="dim_128", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_attention_matches_the_reference(
+    shape: PromptAttentionShape, spans: list[tuple[int, int, int]], window: int
+) -> None:
+    cache, paged = _caches(9, shape.num_kv_heads, shape.head_dim)
+    block_tables = _ints([[[3, 0, 7, 5]], [[1, 8, 2, 4]]])
+    slots = [slot for slot, first, end in spans for _ in range(first, end)]
+    positions = [p for _, first, end in spans for p in range(first, end)]
+    q, plain = _queries(len(slots), shape)
+    slopes = torch.tensor([0.25, 0.0625]) if shape.has_alibi else None
+    out = _attend(shape, q, cache, block_tables, _tiles(slots, positions, window), slopes)
+    zeros = torch.zeros(len(slots), dtype=torch.int32)
+    paging = Paging(
+        _ints(slots), zeros, _ints(positions), _ints(positions), zeros + window, zeros - 1, zeros,
+        torch.zeros(0, 0, dtype=torch.int32), block_tables, zeros,
+    )  # fmt: skip
+    qkv = torch.cat([plain, torch.zeros(len(slots), 2 * shape.num_kv_heads, shape.head_dim)], 1)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    want = reference.attention(qkv.flatten(1), heads, paged, LAYER, slopes, paging)
+    # weights and results are rounded to fp16
+    torch.testing.assert_close(out.flatten(1).float(), want, rtol=4e-3, atol=4e-3)
+
+
+def test_a_row_has_the_same_bits_in_every_tile() -> None:
+    shape = PromptAttentionShape(1, 1, 32)
+    cache, _ = _caches(4, 1, 32)
+    block_tables = _ints([[[2, 0]], [[1, 3]]])
+    q, _ = _queries(24, shape)
+    whole = _attend(shape, q, cache, block_tables, _tiles([0] * 24, list(range(100, 124))))
+    assert whole.isfinite().all()
+    late = _attend(shape, q[19:], cache, block_tables, _tiles([0] * 5, list(range(119, 124))))
+    assert torch.equal(whole[19:], late)
+    mixed = torch.cat([q[:3], q[7:9]])
+    beside = _attend(
+        shape, mixed, cache, block_tables, _tiles([1] * 3 + [0] * 2, [5, 6, 7, 107, 108])
+    )
+    assert torch.equal(whole[7:9], beside[3:])
+
+
+@pytest.mark.parametrize("d", [64, 200, 2056])
+def test_norm(d: int) -> None:
+    torch.manual_seed(d)
+    x, gain = torch.randn(9, d), torch.randn(d)
+    h = torch.full((9, d), float("nan")).half()
+    blocks = -(-9 // prompt_rows.norm_rows_per_block(d))
+    launch(prompt_rows.norm(d), (blocks, 1), x, gain, h, 9, 1e-6)
+    torch.testing.assert_close(h.float(), reference.norm(x, gain, None, 1e-6), rtol=2e-3, atol=1e-3)
+    alone = torch.zeros(1, d).half()
+    launch(prompt_rows.norm(d), (1, 1), x[8:].contiguous(), gain, alone, 1, 1e-6)
+    assert torch.equal(alone, h[8:])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gate(rows: int) -> None:
+    torch.manual_seed(rows)
+    gate_up = torch.randn(rows, 2 * 40).half()
+    out = torch.full((rows, 40), float("nan")).half()
+    launch(prompt_rows.gate(40), (prompt_rows.gate_grid(rows, 40), 1), gate_up, out, rows)
+    want = reference.activate(gate_up.float(), "silu_glu")
+    torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SplitShape(2, 1, 32, True, True), id="half"),
+        pytest.param(SplitShape(1, 1, 64, True, False), id="interleaved"),
+        pytest.param(SplitShape(1, 1, 96, False, True), id="plain"),
+    ],
+)
+def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
+    torch.manual_seed(shape.head_dim)
+    dim, kv = shape.head_dim, shape.num_kv_heads
+    positions = list(range(120, 197)) + [3]
+    slots = [0] * 77 + [1]
+    qkv = torch.randn(len(slots), shape.parts * dim).half()
+    angles = torch.rand(200, dim // 2) * 6
+    table = torch.stack([angles.cos(), angles.sin()], -1)
+    block_tables = _ints([[[0, 1, 2, 3]], [[4, 0, 0, 0]]])
+    tiles = _tiles(slots, positions)
+    cache, _ = _caches(5, kv, dim)
+    before = cache.stored.clone()
+    q = torch.full((len(slots), shape.num_heads * dim), float("nan")).half()
+    launch(
+        prompt_rows.split_qkv(shape), (len(tiles) * shape.parts, 1), qkv, q, cache.exact,
+        LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles,
+        table if shape.is_rotary else None, *block_tables.shape[1:],
+    )  # fmt: skip
+    heads = (shape.num_heads, kv, dim)
+    want = qkv.float().clone()
+    reference.prepare_qkv(
+        want, heads, None, None, 1e-6, None, table.movedim(-1, 0) if shape.is_rotary else None,
+        not shape.is_half_pairing, torch.tensor(positions),
+    )  # fmt: skip
+    want_q, want_k, want_v = (
+        part.unflatten(1, (-1, dim))
+        for part in want.split([h * dim for h in (heads[0], kv, kv)], 1)
+    )
+    torch.testing.assert_close(
+        q.unflatten(1, (-1, dim)).float(), want_q * (LOG2E / dim**0.5), rtol=1e-3, atol=1e-3
+    )
+    parts = cache.stored.view(torch.half).view(5, LAYERS, kv, 2, 64 * dim)
+    old = before.view(torch.half).view(5, LAYERS, kv, 2, 64 * dim)
+    assert torch.equal(parts[:, 0], old[:, 0]), "another layer was written"
+    keys = fragments.unpack_keys(parts[:, LAYER, :, 0], dim)
+    values = fragments.unpack_values(parts[:, LAYER, :, 1], dim)
+    old_keys = fragments.unpack_keys(old[:, LAYER, :, 0], dim)
+    old_values = fragments.unpack_values(old[:, LAYER, :, 1], dim)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        block, offset = int(block_tables[slot, 0, position // 64]), position % 64
+        torch.testing.assert_close(
+            keys[block, :, offset].float(), want_k[row], rtol=1e-3, atol=1e-3
+        )
+        assert torch.equal(values[block, :, offset].float(), want_v[row])
+        old_keys[block, :, offset] = keys[block, :, offset]
+        old_values[block, :, offset] = values[block, :, offset]
+    assert torch.equal(keys, old_keys) and torch.equal(values, old_values), "others were written"
+
+
+def test_tiles_end_at_blocks_tables_and_sequences() -> None:
+    slots = np.array([1, 1, 1, 0, 0, 0])
+    tables = np.array([0, 0, 0, 0, 0, 1])
+    tiles = make_tiles(slots, tables, np.array([62, 63, 64, 9, 10, 11]), np.array([0] * 5 + [4]))
+    assert tiles[:, :6].tolist() == [
+        [1, 0, 64, 2, 1, 0],
+        [1, 0, 62, 0, 2, 0],
+        [0, 1, 11, 5, 1, 4],
+        [0, 0, 9, 3, 2, 0],
+    ]
+
+
+def test_products_are_cut_into_kept_row_counts() -> None:
+    assert prompt.pieces(130, (64, 128)) == [(0, 128), (128, 64)]
+    assert prompt.pieces(1, (64, 128)) == [(0, 64)]
+    assert prompt.pieces(300, (64, 128)) == [(0, 128), (128, 128), (256, 64)]
+
+
+def test_a_count_whose_bits_differ_is_not_kept() -> None:
+    def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        out.copy_(x.float() @ weight.float().t() + (0.5 if len(x) == 16 else 0))
+
+    weight = torch.randn(8, 32).half()
+    assert prompt.keep_equal([(product, weight)], (8, 16, 32)) == (8, 32)
+
+
+def _model(spec: PromptSpec) -> list[PromptLayer]:
+    make = torch.Generator().manual_seed(5)
+
+    def matrix(n: int, k: int) -> Tensor:
+        return (torch.randn(n, k, generator=make) / k**0.5).half()
+
+    d, wide = spec.d_model, spec.num_heads * spec.head_dim
+    return [
+        PromptLayer(
+            matrix(spec.split.parts * spec.head_dim, d), matrix(d, wide), matrix(2 * spec.d_ff, d),
+            matrix(d, spec.d_ff), 1 + 0.1 * torch.randn(d, generator=make), 1 + 0.1 * torch.randn(d, generator=make),
+        )
+        for _ in range(LAYERS)
+    ]  # fmt: skip
+
+
+def _plain_layers(spec: PromptSpec, layers: list[PromptLayer], x: Tensor, table: Tensor) -> Tensor:
+    """One sequence from position 0 in float32."""
+    dim, group = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    heads = (spec.num_heads, spec.num_kv_heads, dim)
+    n = len(x)
+    for w in layers:
+        qkv = reference.norm(x, w.norm1, None, spec.norm_eps) @ w.qkv.float().t()
+        reference.prepare_qkv(
+            qkv, heads, None, None, 0.0, None, table.movedim(-1, 0), not spec.is_half_pairing, torch.arange(n)
+        )  # fmt: skip
+        q, k, v = (
+            part.unflatten(1, (-1, dim)).transpose(0, 1)
+            for part in qkv.split([h * dim for h in (heads[0], heads[1], heads[1])], 1)
+        )
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = (q @ k.transpose(1, 2)) / dim**0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w.o.float().t()
+        gate_up = reference.norm(x, w.norm3, None, spec.norm_eps) @ w.gate_up.float().t()
+        x = x + reference.activate(gate_up, "silu_glu") @ w.down.float().t()
+    return x
+
+
+def test_layers_match_plain_pytorch_and_do_not_depend_on_chunks() -> None:
+    spec = PromptSpec(64, 2, 1, 32, 48)
+    layers = _model(spec)
+    angles = torch.rand(200, 16) * 6
+    table = torch.stack([angles.cos(), angles.sin()], -1)
+    block_tables = _ints([[[3, 0]], [[1, 2]]])
+    cache, _ = _caches(4, 1, 32)
+    torch.manual_seed(0)
+    x = torch.randn(69, 64)
+    buckets = None
+
+    def run(chunks: list[list[tuple[int, int, int]]]) -> Tensor:
+        """The states of slot 0 after all layers, for passes of (slot, first, end) spans."""
+        nonlocal buckets
+        fresh = replace(cache, stored=torch.zeros_like(cache.stored))
+        fresh.exact = fresh.stored
+        passing = PromptPass(spec, layers, fresh, block_tables, angles=table, buckets=buckets)
+        buckets = passing.buckets
+        out = torch.empty_like(x)
+        for spans in chunks:
+            slots = [slot for slot, first, end in spans for _ in range(first, end)]
+            positions = [p for _, first, end in spans for p in range(first, end)]
+            state = passing.new_state(len(slots))
+            state[: len(slots)] = x[positions]
+            for index in range(LAYERS):
+                passing.layer(state, len(slots), index, _tiles(slots, positions))
+            for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+                if slot == 0:
+                    out[position] = state[row]
+        return out
+
+    whole = run([[(0, 0, 69)]])
+    want = _plain_layers(spec, layers, x, table)
+    torch.testing.assert_close(whole, want, rtol=2e-2, atol=2e-2)
+    cut = run([[(1, 0, 3), (0, 0, 64)], [(0, 64, 69), (1, 3, 5)]])
+    assert torch.equal(whole, cut)
