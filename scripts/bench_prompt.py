@@ -1,0 +1,305 @@
+"""Checks and times the prompt class on one GPU: products by row count, attention, the kernels between, a whole prefill.
+
+    python scripts/bench_prompt.py [--only products,attention,rows,prefill] [--setting NAME] [--int4]
+
+The model is the 1B-effective reference model with random weights. Products list, for each row count, the time and whether rows have the
+bits of the largest count (`!` if not). Determinism compares the bits of one pass of 8,192 tokens with those of several chunkings
+beside another sequence. Without a GPU it says so and leaves with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernels import fragments, prompt, prompt_rows  # noqa: E402
+from kernels.layout import FragmentCache  # noqa: E402
+from kernels.prompt import PromptLayer, PromptPass, PromptSpec, make_tiles  # noqa: E402
+from kernels.prompt_attention import prompt_attention  # noqa: E402
+from kernels.runtime import launch, set_build_dir  # noqa: E402
+
+SPEC = PromptSpec(1536, 12, 12, 128, 4096)
+LAYERS, LOOPS, THETA = 4, 8, 10000.0
+SETTINGS = ("plain", "no_splitk", "lt", "lt_no_splitk")
+LOG2E = 1.4426950408889634
+
+
+def apply_setting(name: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = (
+        (False, False) if name.endswith("no_splitk") else False
+    )
+    if name.startswith("lt"):
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def time_ms(run: Callable[[], object], repeats: int = 12) -> float:
+    """Median milliseconds of `run`, whose launches are queued ahead of the GPU."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in times)[repeats // 2]
+
+
+def random_layers(layers: int) -> list[PromptLayer]:
+    make = torch.Generator(device="cuda").manual_seed(0)
+
+    def matrix(n: int, k: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(n, k, device="cuda", generator=make) * (gain / k**0.5)).half()
+
+    def gains() -> Tensor:
+        return 1 + 0.1 * torch.randn(SPEC.d_model, device="cuda", generator=make)
+
+    d, wide = SPEC.d_model, SPEC.num_heads * SPEC.head_dim
+    return [
+        PromptLayer(
+            matrix(SPEC.split.parts * SPEC.head_dim, d), matrix(d, wide, 0.3), matrix(2 * SPEC.d_ff, d),
+            matrix(d, SPEC.d_ff, 0.3), gains(), gains(),
+        )
+        for _ in range(layers)
+    ]  # fmt: skip
+
+
+def angles(max_pos: int) -> Tensor:
+    pairs = torch.arange(SPEC.head_dim // 2, dtype=torch.float64)
+    turns = torch.arange(max_pos, dtype=torch.float64)[:, None] * THETA ** (
+        -2 * pairs / SPEC.head_dim
+    )
+    return torch.stack([turns.cos(), turns.sin()], -1).float().cuda()
+
+
+def new_cache(num_blocks: int, layers: int) -> FragmentCache:
+    shape = (num_blocks, layers, SPEC.num_kv_heads, 256 * SPEC.head_dim)
+    stored = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+    none = torch.zeros(0, dtype=torch.int32, device="cuda")
+    return FragmentCache("fp16", stored, stored, none, SPEC.head_dim)
+
+
+def tiles_of(spans: list[tuple[int, int, int]], table: int = 0, window: int = 0) -> Tensor:
+    """Tiles on the device of (slot, first, end) spans."""
+    slots = np.concatenate([np.full(end - first, slot) for slot, first, end in spans])
+    positions = np.concatenate([np.arange(first, end) for _, first, end in spans])
+    tables = np.full(len(slots), table)
+    tiles = make_tiles(slots, tables, positions, np.full(len(slots), window))
+    return torch.from_numpy(tiles).cuda()
+
+
+# --- parts -----------------------------------------------------------------------------------------
+
+
+def bench_products(setting: str) -> None:
+    layer = random_layers(1)[0]
+    cases = [
+        ("qkv", prompt.multiply, layer.qkv),
+        ("o", prompt.add_product, layer.o),
+        ("gate_up", prompt.multiply, layer.gate_up),
+        ("down", prompt.add_product, layer.down),
+        ("down fp16", prompt.multiply, layer.down),
+    ]
+    for name, product, weight in cases:
+        n, k = weight.shape
+        kept = prompt.keep_equal([(product, weight)])
+        cells = []
+        for rows in prompt.CANDIDATES:
+            x = torch.randn(rows, k, device="cuda").half()
+            out = torch.zeros(
+                rows, n, device="cuda", dtype=torch.half if product is prompt.multiply else None
+            )
+            ms = time_ms(lambda x=x, out=out: [product(x, weight, out) for _ in range(8)]) / 8  # type: ignore[misc]
+            tflops = 2 * rows * n * k / ms / 1e9
+            cells.append(f"{rows}:{ms * 1e3:.0f}us{'' if rows in kept else '!'}")
+        print(f"{setting:<13}{name:<10} {' '.join(cells)} ({tflops:.0f} TFLOP/s)", flush=True)
+
+
+def bench_attention(lengths: list[tuple[int, int]]) -> None:
+    shape = SPEC.attention
+    dim = shape.head_dim
+    for sequences, length in lengths:
+        blocks = -(-length // 64)
+        cache = new_cache(sequences * blocks, 1)
+        half = cache.stored.view(torch.half)
+        for part in half.view(-1).split(1 << 28):
+            part.normal_()
+        tables = torch.randperm(sequences * blocks, device="cuda").int().view(sequences, 1, blocks)
+        rows = sequences * length
+        q = (torch.randn(rows, shape.num_heads, dim, device="cuda") * (LOG2E / dim**0.5)).half()
+        out = torch.full_like(q, float("nan"))
+        tiles = tiles_of([(s, 0, length) for s in range(sequences)])
+        flops = 4 * sequences * shape.num_heads * dim * length * (length + 1) / 2
+        first = None
+        for stages, per_sm in ((4, 2), (4, 3), (6, 2)):
+            variant = prompt_attention(shape, stages, per_sm)
+
+            def run(variant: object = variant) -> None:
+                launch(
+                    variant, (len(tiles) * shape.num_heads, 1), q, cache.stored, 0, cache.stored.stride(0),
+                    tables, tiles, None, out, 1, blocks,
+                )  # type: ignore[arg-type]  # fmt: skip
+
+            ms = time_ms(run)
+            if first is None:
+                first = out.clone()
+                error = attention_error(q, half, tables[-1, 0].long(), out, length)
+            same = torch.equal(first, out)
+            print(
+                f"attention {sequences}x{length} stages {stages} blocks {per_sm}: {ms:.3f} ms, "
+                f"{flops / ms / 1e9:.0f} TFLOP/s, error {error:.1e}, equal bits {same}",
+                flush=True,
+            )
+
+
+def attention_error(q: Tensor, cache: Tensor, blocks: Tensor, out: Tensor, length: int) -> float:
+    """The largest gap to float32 softmax attention over some rows of the last sequence."""
+    heads, dim = q.shape[1:]
+    data = cache[blocks, 0].view(len(blocks), heads, 2, 64 * dim)
+    keys = fragments.unpack_keys(data[:, :, 0], dim).float().transpose(0, 1).flatten(1, 2)
+    values = fragments.unpack_values(data[:, :, 1], dim).float().transpose(0, 1).flatten(1, 2)
+    worst = 0.0
+    for position in (0, 1, 63, 64, length // 2 + 5, length - 1):
+        row = len(q) - length + position
+        scores = torch.einsum("hd,hpd->hp", q[row].float(), keys[:, : position + 1]) / LOG2E
+        want = torch.einsum("hp,hpd->hd", scores.softmax(-1), values[:, : position + 1])
+        worst = max(worst, float((out[row].float() - want).abs().max()))
+    return worst
+
+
+def bench_rows(rows: int) -> None:
+    d, ff, split = SPEC.d_model, SPEC.d_ff, SPEC.split
+    x, gain = torch.randn(rows, d, device="cuda"), torch.ones(d, device="cuda")
+    h = torch.empty(rows, d, device="cuda", dtype=torch.half)
+    blocks = -(-rows // prompt_rows.norm_rows_per_block(d))
+    ms = time_ms(lambda: launch(prompt_rows.norm(d), (blocks, 1), x, gain, h, rows, 1e-6))
+    print(f"norm {rows}: {ms * 1e3:.1f} us, {rows * d * 6 / ms / 1e9:.2f} TB/s")
+    gate_up = torch.randn(rows, 2 * ff, device="cuda").half()
+    out = torch.empty(rows, ff, device="cuda", dtype=torch.half)
+    grid = (prompt_rows.gate_grid(rows, ff), 1)
+    ms = time_ms(lambda: launch(prompt_rows.gate(ff), grid, gate_up, out, rows))
+    print(f"gate {rows}: {ms * 1e3:.1f} us, {rows * ff * 6 / ms / 1e9:.2f} TB/s")
+    qkv = torch.randn(rows, split.parts * split.head_dim, device="cuda").half()
+    q = torch.empty(rows, d, device="cuda", dtype=torch.half)
+    cache, tiles = new_cache(rows // 64, 1), tiles_of([(0, 0, rows)])
+    tables = torch.arange(rows // 64, device="cuda").int().view(1, 1, -1)
+    table = angles(rows)
+    ms = time_ms(
+        lambda: launch(
+            prompt_rows.split_qkv(split), (len(tiles) * split.parts, 1), qkv, q, cache.exact, 0,
+            cache.exact.stride(0), tables, tiles, table, 1, rows // 64,
+        )
+    )  # fmt: skip
+    print(f"split {rows}: {ms * 1e3:.1f} us, {qkv.numel() * 4 / ms / 1e9:.2f} TB/s")
+
+
+class Prefill:
+    """The reference model's core over random embeddings of two sequences."""
+
+    def __init__(self, length: int) -> None:
+        blocks = length // 64
+        self.length = length
+        self.layers = random_layers(LAYERS)
+        self.cache = new_cache(2 * LOOPS * blocks, LAYERS)
+        order = torch.randperm(2 * LOOPS * blocks, device="cuda").int()
+        self.tables = order.view(2, LOOPS, blocks)
+        self.x = torch.randn(2, length, SPEC.d_model, device="cuda")
+        self.passing = PromptPass(SPEC, self.layers, self.cache, self.tables, angles=angles(length))
+        print(f"buckets kept: {self.passing.buckets}")
+
+    def run(self, spans: list[tuple[int, int, int]], loops: int = LOOPS) -> Tensor:
+        rows = sum(end - first for _, first, end in spans)
+        state = self.passing.new_state(rows)
+        torch.cat([self.x[s, first:end] for s, first, end in spans], out=state[:rows])
+        tiles = tiles_of(spans)
+        for loop in range(loops):
+            tiles[:, 1] = loop
+            for index in range(LAYERS):
+                self.passing.layer(state, rows, index, tiles)
+        return state[:rows]
+
+    def chunked(self, chunks: list[list[tuple[int, int, int]]]) -> Tensor:
+        """The states of sequence 0 after passes over these spans, into an empty cache."""
+        self.cache.stored.zero_()
+        found = []
+        for spans in chunks:
+            states = self.run(spans)
+            at = 0
+            for slot, first, end in spans:
+                if slot == 0:
+                    found.append(states[at : at + end - first].clone())
+                at += end - first
+        return torch.cat(found)
+
+
+def bench_prefill(length: int) -> None:
+    model = Prefill(length)
+    tokens = length
+    ms = time_ms(lambda: model.run([(0, 0, length)]), 5)
+    flops = 2 * tokens * LOOPS * LAYERS * sum(
+        w.numel() for w in (model.layers[0].qkv, model.layers[0].o, model.layers[0].gate_up, model.layers[0].down)
+    )  # fmt: skip
+    flops += LOOPS * LAYERS * 2 * SPEC.num_heads * SPEC.head_dim * tokens * tokens
+    print(f"prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+    for rows in (64, 512, 2048):
+        ms = time_ms(lambda rows=rows: model.run([(0, 0, rows)]), 5)  # type: ignore[misc]
+        print(f"prefill {rows}: {ms:.2f} ms")
+    whole = model.chunked([[(0, 0, length)]])
+    again = model.chunked([[(0, 0, length)]])
+    print(f"repeat: equal bits {torch.equal(whole, again)}, finite {bool(whole.isfinite().all())}")
+    quarter = length // 4
+    cuts = {
+        "4 chunks": [[(0, i * quarter, (i + 1) * quarter)] for i in range(4)],
+        "odd chunks beside another": [
+            [(1, 0, 100), (0, 0, 64)],
+            [(0, 64, 64 * 39), (1, 100, 700)],
+            [(0, 64 * 39, length - 192)],
+            [(1, 700, 701), (0, length - 192, length)],
+        ],
+    }
+    for name, chunks in cuts.items():
+        got = model.chunked(chunks)
+        equal = torch.equal(whole, got)
+        detail = "" if equal else f", first row {int((whole != got).any(1).nonzero()[0])}"
+        detail += "" if equal else f", max gap {float((whole - got).abs().max()):.1e}"
+        print(f"{name}: equal bits {equal}{detail}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="products,attention,rows,prefill")
+    parser.add_argument("--setting", choices=SETTINGS, default="plain")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--build-dir", type=Path, default=Path("build/ptx"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_prompt: no CUDA device, nothing checked")
+        return 0
+    set_build_dir(options.build_dir)
+    apply_setting(options.setting)
+    only = options.only.split(",")
+    if "products" in only:
+        bench_products(options.setting)
+    if "attention" in only:
+        bench_attention([(1, 8192), (64, 1024)])
+    if "rows" in only:
+        bench_rows(options.length)
+    if "prefill" in only:
+        bench_prefill(options.length)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
