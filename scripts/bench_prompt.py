@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,11 @@ def tiles_of(spans: list[tuple[int, int, int]], table: int = 0, window: int = 0)
 # --- parts -----------------------------------------------------------------------------------------
 
 
+def eight_times(product: prompt.Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    for _ in range(8):
+        product(x, weight, out)
+
+
 def bench_products(setting: str) -> None:
     layer = random_layers(1)[0]
     cases = [
@@ -119,7 +125,7 @@ def bench_products(setting: str) -> None:
             out = torch.zeros(
                 rows, n, device="cuda", dtype=torch.half if product is prompt.multiply else None
             )
-            ms = time_ms(lambda x=x, out=out: [product(x, weight, out) for _ in range(8)]) / 8  # type: ignore[misc]
+            ms = time_ms(partial(eight_times, product, x, weight, out)) / 8
             tflops = 2 * rows * n * k / ms / 1e9
             cells.append(f"{rows}:{ms * 1e3:.0f}us{'' if rows in kept else '!'}")
         print(f"{setting:<13}{name:<10} {' '.join(cells)} ({tflops:.0f} TFLOP/s)", flush=True)
@@ -144,12 +150,10 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
         for stages, per_sm in ((4, 2), (4, 3), (6, 2)):
             variant = prompt_attention(shape, stages, per_sm)
 
-            def run(variant: object = variant) -> None:
-                launch(
-                    variant, (len(tiles) * shape.num_heads, 1), q, cache.stored, 0, cache.stored.stride(0),
-                    tables, tiles, None, out, 1, blocks,
-                )  # type: ignore[arg-type]  # fmt: skip
-
+            run = partial(
+                launch, variant, (len(tiles) * shape.num_heads, 1), q, cache.stored, 0, cache.stored.stride(0),
+                tables, tiles, None, out, 1, blocks,
+            )  # fmt: skip
             ms = time_ms(run)
             if first is None:
                 first = out.clone()
@@ -252,7 +256,7 @@ def bench_prefill(length: int) -> None:
     flops += LOOPS * LAYERS * 2 * SPEC.num_heads * SPEC.head_dim * tokens * tokens
     print(f"prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
     for rows in (64, 512, 2048):
-        ms = time_ms(lambda rows=rows: model.run([(0, 0, rows)]), 5)  # type: ignore[misc]
+        ms = time_ms(partial(model.run, [(0, 0, rows)]), 5)
         print(f"prefill {rows}: {ms:.2f} ms")
     whole = model.chunked([[(0, 0, length)]])
     again = model.chunked([[(0, 0, length)]])
