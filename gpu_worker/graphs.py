@@ -197,18 +197,18 @@ def step_kernels(
             cut[name] = launch
     angles = spec.head_dim // 2 if spec.is_rotary else 0
     variants = {
-        "begin": step.begin_step(step.StepShape(spec.d_model, angles)),
+        "begin": step.begin_step(step.StepShape(spec.d_model, angles, shapes["qkv"], column_tiles)),
         "qkv": linear.qkv_product("qkv", cut["qkv"], spec.heads),
         "attention": attention.attention("attention", attend, blocks_per_sm),
-        "o": linear.residual_product("o", cut["o"]),
+        "o": linear.residual_product("o", cut["o"], shapes["gate_up"]),
         "gate_up": linear.gated_product("gate_up", cut["gate_up"], shapes["down"]),
-        "down": linear.residual_product("down", cut["down"]),
-        "head": linear.store_product("head", cut["head"], "norm"),
+        "down": linear.residual_product("down", cut["down"], shapes["qkv"]),
+        "head": linear.store_product("head", cut["head"], is_normed=True),
     }
     chunks = -(-rows // (8 * column_tiles))
     grids = {name: (launch.clusters * RANKS, chunks) for name, launch in cut.items()}
     grids["begin"] = (rows, 1)
-    grids["attention"] = (rows * spec.n_kv_heads * attend.cluster, 1)
+    grids["attention"] = (rows * spec.attention.units * attend.cluster, 1)
     return variants, grids
 
 
@@ -305,7 +305,8 @@ class DecodeRunner:
         self.squares = torch.zeros(rows, d // 16, device=device)
         self.q = torch.zeros(rows, spec.n_heads * spec.head_dim, dtype=torch.half, device=device)
         tiles = column_tiles_for(rows)
-        self.mixed, self.hidden = (
+        # What the products read: x for qkv, gate_up and head; attention's output; the hidden units.
+        self.normed, self.mixed, self.hidden = (
             torch.zeros(
                 fragments.packed_size(rows, weights.shapes[name], tiles),
                 dtype=torch.half,
@@ -327,13 +328,14 @@ class DecodeRunner:
         spec, w = self.spec, self.weights
         x, squares, rows = self.x.data_ptr(), self.squares.data_ptr(), self.rows
         q, mixed, hidden = self.q.data_ptr(), self.mixed.data_ptr(), self.hidden.data_ptr()
+        normed = self.normed.data_ptr()
         is_stored = spec.kv_format != "fp16"
         own, per_loop = (self.exact_blocks, 1) if is_stored else (self.tables, self._max_blocks)
         self._launch(
             "begin", stream, self.tokens.data_ptr(), w.address("embed"), 0, x, squares,
             self.positions.data_ptr(), self.row_info.data_ptr(), own.data_ptr(), self.slots.data_ptr(),
-            self.rope_table.data_ptr(), self.rope.data_ptr(), spec.loops, spec.loops, per_loop, 1.0,
-            is_first=True,
+            self.rope_table.data_ptr(), self.rope.data_ptr(), w.address("0.norm1"), normed, spec.loops,
+            spec.loops, per_loop, 1.0, is_first=True,
         )  # fmt: skip
         eps = spec.norm_eps
         for loop in range(spec.loops):
@@ -345,42 +347,37 @@ class DecodeRunner:
                 slots = self.slots.data_ptr() + loop * rows * 4
                 if "qkv" not in skip:
                     self._launch(
-                        "qkv", stream, w.address(f"{layer}.qkv"), x, squares, w.address(f"{layer}.norm1"),
-                        rows, eps, q, exact, slots, self.rope.data_ptr(), spec.exact_block_bytes,
+                        "qkv", stream, w.address(f"{layer}.qkv"), normed, squares, rows, eps, q, exact, slots,
+                        self.rope.data_ptr(), spec.exact_block_bytes,
                     )  # fmt: skip
                 if "attention" not in skip:
                     self._launch(
                         "attention", stream, q, exact, self.exact_blocks.data_ptr(),
                         spec.exact_block_bytes, stored, spec.stored_block_bytes, self.tables.data_ptr(),
-                        self.positions.data_ptr(), self.row_info.data_ptr(), 0, mixed,
-                        loop, spec.loops, self._max_blocks, NO_WINDOW, 0,
+                        self.positions.data_ptr(), self.row_info.data_ptr(), 0, 0, 0, 0, 0, mixed,
+                        loop, spec.loops, self._max_blocks,
                     )  # fmt: skip
                 if "o" not in skip:
                     self._launch(
-                        "o", stream, w.address(f"{layer}.o"), mixed, 0, 0, rows, eps, x, squares
-                    )
+                        "o", stream, w.address(f"{layer}.o"), mixed, 0, rows, eps, x, squares,
+                        w.address(f"{layer}.norm3"), normed,
+                    )  # fmt: skip
                 if "gate_up" not in skip:
                     self._launch(
-                        "gate_up", stream, w.address(f"{layer}.gate_up"), x, squares,
-                        w.address(f"{layer}.norm3"), rows, eps, hidden,
+                        "gate_up", stream, w.address(f"{layer}.gate_up"), normed, squares, rows, eps,
+                        hidden,
                     )  # fmt: skip
                 if "down" not in skip:
+                    following = f"{layer + 1}.norm1" if layer + 1 < spec.layers else "0.norm1"
+                    if (loop, layer) == (spec.loops - 1, spec.layers - 1):
+                        following = "norm"
                     self._launch(
-                        "down",
-                        stream,
-                        w.address(f"{layer}.down"),
-                        hidden,
-                        0,
-                        0,
-                        rows,
-                        eps,
-                        x,
-                        squares,
-                    )
+                        "down", stream, w.address(f"{layer}.down"), hidden, 0, rows, eps, x, squares,
+                        w.address(following), normed,
+                    )  # fmt: skip
         if "head" not in skip:
             self._launch(
-                "head", stream, w.address("head"), x, squares, w.address("norm"), rows, eps,
-                self.logits.data_ptr(),
+                "head", stream, w.address("head"), normed, squares, rows, eps, self.logits.data_ptr(),
             )  # fmt: skip
 
     def capture(self, skip: Collection[str] = ()) -> torch.cuda.CUDAGraph:

@@ -159,10 +159,10 @@ def _check(launch: Launch) -> None:
 
 # --- the kernel ------------------------------------------------------------------------------------
 
-_ARGS = "llll" + "rf" + "l" * 8
+ARGS = "lll" + "rf" + "l" * 8
 
 
-def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
+def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> Any:
     shape = launch.shape
     _check(launch)
     num_warps, tiles, rounds, stages = launch.num_warps, launch.tiles, launch.rounds, launch.stages
@@ -226,6 +226,8 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
         # The loop's count is the same for the whole warp: lanes shuffle in `finish`.
         for i in range((thread_id() >> 5) * 4, (rows * tiles + RANKS - 1) >> 3, num_warps * 4):
             a, b = collect(base, unit, m, tile, lane & 7)
+            if is_normed:
+                a, b = scale_pair(a, b, table + m * 4)
             finish(
                 ready,
                 a,
@@ -285,17 +287,20 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
             if rounds > 1:
                 mbarrier_expect(base + sums_bar_at + 8, sum_bytes)
         grid_dependency_wait()
-        stage(
-            x + first_row * x_row_bytes,
-            partials + first_row * partial_row_bytes,
-            gain,
-            base + x_at,
-            rank,
-            rows,
-            eps,
-        )
-        if not is_packed:
-            sync_block()
+        stage(x, base + x_at, rank)
+        if is_normed:
+            for first in range(0, rows, 8):
+                scales(
+                    squares,
+                    base + scales_at + warp * warp_scales,
+                    first_row,
+                    first,
+                    rows,
+                    eps,
+                    lane,
+                )
+            sync_warp()
+        mbarrier_wait(base + x_bar_at, 0)
         cluster_wait()
         chain = remainder(warp, chains)
         tile_in_cluster = quotient(warp, chains) * warp_tiles
@@ -351,27 +356,28 @@ def _make_kernel(launch: Launch, source: str, prepare: Any, finish: Any) -> Any:
     return kernel
 
 
-def _variant(name: str, launch: Launch, source: str, ends: Any, *constants: Any) -> Variant:
+def _variant(name: str, launch: Launch, is_normed: bool, ends: Any, *constants: Any) -> Variant:
     how = "_ring" if launch.rounds > 1 else "_push" if launch.is_push else "_pull"
     return Variant(
         name=f"{name}_m{launch.max_rows or launch.columns}_t{launch.tiles}{how}",
-        function=_make_kernel(launch, source, *ends),
-        args=_ARGS,
+        function=_make_kernel(launch, is_normed, *ends),
+        args=ARGS,
         num_threads=32 * launch.num_warps,
         cluster=RANKS,
         shared_bytes=launch.shared_bytes,
-        constants=(launch, source, *constants),
+        constants=(launch, is_normed, *constants),
     )
 
 
-def store_product(name: str, launch: Launch, source: str, *, has_bias: bool = False) -> Variant:
-    """float32 out = x W^T [+ bias]; `source`: `norm` (float32 x, normed here), `half` or `packed` (fp16 x)."""
-    return _variant(name, launch, source, make_store(launch.shape.n, has_bias), has_bias)
+def store_product(name: str, launch: Launch, *, is_normed: bool, has_bias: bool = False) -> Variant:
+    """float32 out = x W^T [+ bias]; `is_normed`: the RMS norm of x, else x as it is."""
+    return _variant(name, launch, is_normed, make_store(launch.shape.n, has_bias), has_bias)
 
 
-def residual_product(name: str, launch: Launch, source: str = "packed") -> Variant:
-    """x += h W^T in place, with the sums of squares that the next norm needs."""
-    return _variant(name, launch, source, make_residual(launch.shape.n))
+def residual_product(name: str, launch: Launch, target: ProductShape) -> Variant:
+    """x += h W^T in place, with what the next norm and its reader `target` need."""
+    ends = make_residual(launch.shape.n, target, launch.column_tiles)
+    return _variant(name, launch, False, ends, target)
 
 
 def gated_product(name: str, launch: Launch, target: ProductShape) -> Variant:

@@ -67,8 +67,9 @@ def test_store_matches_pytorch(rows: int, launch: Launch) -> None:
     weight, x = _weight(n, k), torch.randn(rows, k).half()
     packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(n, launch.shape))
     out = torch.full((rows, n), float("nan"))
-    variant = linear.store_product("t", launch, "half")
-    _run(variant, launch.clusters, -(-rows // launch.columns), packed, x, 0, 0, rows, 0.0, out)
+    variant = linear.store_product("t", launch, is_normed=False)
+    ordered = _pack(x, launch.shape, launch.column_tiles)
+    _run(variant, launch.clusters, -(-rows // launch.columns), packed, ordered, 0, rows, 0.0, out)
     torch.testing.assert_close(out, x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
 
 
@@ -81,21 +82,30 @@ def test_rounds_go_through_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x, gain = _weight(n, k), torch.randn(rows, k), torch.rand(k) + 0.5
     packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(n, launch.shape))
     out = torch.full((rows, n), float("nan"))
-    variant = linear.store_product("t", launch, "norm")
-    _run(variant, launch.clusters, 1, packed, x, _squares(x), gain, rows, 1e-6, out)
+    variant = linear.store_product("t", launch, is_normed=True)
+    ordered = _prescaled(x, gain, launch)
+    _run(variant, launch.clusters, 1, packed, ordered, _squares(x), rows, 1e-6, out)
     torch.testing.assert_close(out, _normed(x, gain) @ weight.float().T, rtol=1e-4, atol=2e-4)
 
 
-def test_residual_adds_and_leaves_the_sums_of_squares() -> None:
+def test_residual_adds_and_leaves_what_the_next_norm_needs() -> None:
     torch.manual_seed(1)
     launch = Launch(ProductShape(32, 256, 1), 1, 1, 1, True)
     weight, h, x = _weight(32, 256), torch.randn(3, 256).half(), torch.randn(3, 32)
+    x[0, 0] = 3e7  # more than fp16 holds, even prescaled
     packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(32, launch.shape))
     expected = x + h.float() @ weight.float().T
-    squares = torch.full((3, 2), float("nan"))
-    _run(linear.residual_product("t", launch, "half"), 2, 1, packed, h, 0, 0, 3, 0.0, x, squares)
+    squares, gain, target = torch.full((3, 2), float("nan")), torch.rand(32) + 0.5, _TARGET
+    following = torch.zeros(fragments.packed_size(3, target, 1)).half()
+    _run(
+        linear.residual_product("t", launch, target), 2, 1,
+        packed, _pack(h, launch.shape, 1), 0, 3, 0.0, x, squares, gain, following,
+    )  # fmt: skip
     torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(squares, _squares(expected), rtol=1e-4, atol=1e-4)
+    read = following[_place(3, 32, target, 1)].float()
+    wanted = (expected * gain * fragments.PRESCALE).clamp(-65504, 65504)
+    torch.testing.assert_close(read, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_gated_matches_swiglu() -> None:
