@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-from kernels.intrinsics import quotient, remainder
+from kernels.device_code import traced
+from kernels.intrinsics import fmax, fmin, pack_half2, quotient, remainder
 
 RANKS = 8  # blocks of a cluster, each with one eighth of K
 BLOCK = 64  # positions of a cache block
+# What activations are multiplied by before they become fp16, so that a residual stream up to a million fits; exact.
+PRESCALE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,12 @@ def packed_place(row: Any, column: Any, shape: ProductShape, column_tiles: int) 
 def packed_size(rows: int, shape: ProductShape, column_tiles: int) -> int:
     """Halves of an activation buffer for `rows` rows."""
     return -(-rows // (8 * column_tiles)) * 8 * column_tiles * RANKS * shape.k_slice
+
+
+@traced("r")
+def pack_prescaled(low: Any, high: Any) -> Any:
+    """Two floats times PRESCALE as halves; what fp16 cannot hold becomes the largest number that it can."""
+    return pack_half2(*(fmax(fmin(x * PRESCALE, 65504.0), -65504.0) for x in (low, high)))
 
 
 # --- cache blocks ----------------------------------------------------------------------------------

@@ -51,11 +51,11 @@ from kernels.linear_parts import (
     make_multiply,
     make_qkv,
     make_residual,
+    make_scales,
     make_send,
-    make_stage_half,
-    make_stage_norm,
-    make_stage_packed,
+    make_stage,
     make_store,
+    scale_pair,
 )
 
 CLUSTERS = 15  # clusters of 8 blocks that an H200 runs at a time with one block a multiprocessor
@@ -118,14 +118,14 @@ class Launch:
         return buffers * RANKS * self.shape.sub_slices * self.push_slots * 64
 
     @property
+    def scales_at(self) -> int:
+        """Where each warp keeps what its rows' sums are multiplied by."""
+        return self.weight_bytes + self.x_bytes + self.partial_bytes
+
+    @property
     def shared_bytes(self) -> int:
-        return (
-            self.weight_bytes
-            + self.x_bytes
-            + self.partial_bytes
-            + 8 * self.num_warps * self.stages
-            + BARS
-        )
+        scale_bytes = 4 * self.columns * self.num_warps
+        return self.scales_at + scale_bytes + 8 * self.num_warps * self.stages + BARS
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,12 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     x_at = launch.weight_bytes
     partials_at = x_at + launch.x_bytes if launch.is_push else 0
     buffer_bytes = RANKS * chains * launch.push_slots * 64
-    bars_at = x_at + launch.x_bytes + launch.partial_bytes
+    bars_at = launch.scales_at + 4 * columns * num_warps
     x_bar_at = launch.shared_bytes - BARS
     sums_bar_at, free_bar_at = x_bar_at + 8, x_bar_at + 24
     is_push = launch.is_push
-    makers = {"norm": make_stage_norm, "half": make_stage_half, "packed": make_stage_packed}
-    stage = makers[source](launch)
-    x_row_bytes = {"norm": 4 * shape.k, "half": 2 * shape.k, "packed": 0}[source]
-    is_packed = source == "packed"
-    partial_row_bytes = shape.k // 16 * 4
+    stage, scales = make_stage(launch), make_scales(shape.k, min(8, columns))
+    scales_at, warp_scales = launch.scales_at, 4 * columns
     chain_x_bytes = shape.k_steps // 2 * launch.column_tiles * 512
     multiply, send, collect = make_multiply(launch), make_send(launch), make_collect(launch)
 
@@ -212,6 +209,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     ) -> None:  # fmt: skip
         lane = thread_id() & 31
         first = (thread_id() >> 5) * 4 + (lane >> 3)
+        table = shared_base() + scales_at + (thread_id() >> 5) * warp_scales
         tile0 = (cluster + turn * clusters) * tiles
         unit = owned(first, rank, rows)
         m, tile = quotient(unit, tiles), remainder(unit, tiles)
@@ -254,7 +252,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
             )
 
     def kernel(
-        weights: Any, x: Any, partials: Any, gain: Any, num_rows: Any, eps: Any,
+        weights: Any, x: Any, squares: Any, num_rows: Any, eps: Any,
         e0: Any, e1: Any, e2: Any, e3: Any, e4: Any, e5: Any, e6: Any, e7: Any,
     ) -> None:  # fmt: skip
         lane, warp = thread_id() & 31, thread_id() >> 5
@@ -264,7 +262,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
         if lane == 0:
             for i in range(stages):
                 mbarrier_init(bars + 8 * i, 1)
-            if is_packed and warp == 0:
+            if warp == 0:
                 mbarrier_init(base + x_bar_at, 1)
             if is_push and warp == 0:
                 for i in range(2):
@@ -273,10 +271,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
             mbarrier_init_fence()
             for turn in range(min(stages, rounds)):
                 fetch(base, weights, cluster, turn, warp, rank)
-        if is_packed:
-            sync_block()
-        else:
-            sync_warp()
+        sync_block()
         grid_dependency_launch()
         cluster_arrive_relaxed()
         first_row = block_y() * columns
@@ -383,9 +378,9 @@ def residual_product(name: str, launch: Launch, target: ProductShape) -> Variant
 def gated_product(name: str, launch: Launch, target: ProductShape) -> Variant:
     """fp16 silu(g) * u with [g; u] = norm(x) W^T, in the order of `target`; the shape's n is 2 d_ff."""
     ends = make_gated(launch.shape.n // 2, target, launch.column_tiles)
-    return _variant(name, launch, "norm", ends, target)
+    return _variant(name, launch, True, ends, target)
 
 
 def qkv_product(name: str, launch: Launch, heads: HeadShape) -> Variant:
     """q, k, v = norm(x) W^T, turned; k and v go into the cache."""
-    return _variant(name, launch, "norm", make_qkv(heads), heads)
+    return _variant(name, launch, True, make_qkv(heads), heads)

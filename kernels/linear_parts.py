@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernels.device_code import device_function, traced
-from kernels.fragments import RANKS, ProductShape, key_place, packed_place, value_place
+from kernels.fragments import (
+    PRESCALE,
+    RANKS,
+    ProductShape,
+    key_place,
+    pack_prescaled,
+    packed_place,
+    value_place,
+)
 from kernels.intrinsics import (
     block_y,
     bulk_copy,
@@ -17,18 +25,16 @@ from kernels.intrinsics import (
     fma,
     int_to_f32,
     less,
-    load_128_if,
     load_cluster_f32x2,
     load_f32_if,
     load_f32x2,
     load_f32x2_if,
-    load_f32x4_if,
     load_i32,
     load_shared_128,
+    load_shared_f32,
     load_shared_f32x2,
     map_shared,
     mbarrier_expect,
-    mbarrier_wait,
     mma,
     pack_half2,
     quotient,
@@ -39,13 +45,14 @@ from kernels.intrinsics import (
     select_int,
     select_wide,
     shared_base,
+    shuffle_xor_f32,
     store_16_if,
+    store_32_if,
     store_async_f32x2,
     store_f32_if,
     store_f32x2_if,
-    store_shared_128_if,
+    store_shared_f32_if,
     store_shared_f32x2,
-    sum_of_8_lanes,
     sum_of_warp,
     thread_id,
     wide,
@@ -54,6 +61,7 @@ from kernels.intrinsics import (
 if TYPE_CHECKING:
     from kernels.linear import HeadShape, Launch
 
+GROUP = 4  # chains whose sum is finished before other groups' sums join it
 PULL_ROW = 80  # bytes of 8 pairs, padded so that the stores meet no bank twice
 BARS = 40  # bytes of memory barriers: x has come, sums have come (2 buffers), buffers are free (2)
 
@@ -61,13 +69,17 @@ BARS = 40  # bytes of memory barriers: x has come, sums have come (2 buffers), b
 # --- pieces shared by all products -----------------------------------------------------------------
 
 
-@traced("ff")
-def _add_pairs(pairs: Any) -> Any:
-    first, second = pairs[0]
-    for more_first, more_second in pairs[1:]:
-        first = first + more_first
-        second = second + more_second
-    return first, second
+def add_chains(chains: Any) -> Any:
+    """The sum of tuples of floats, one for each chain in the order of K: groups of GROUP in order, then the groups."""
+    groups = [add_in_order(chains[i : i + GROUP]) for i in range(0, len(chains), GROUP)]
+    return add_in_order(groups)
+
+
+def add_in_order(parts: Any) -> Any:
+    total = parts[0]
+    for part in parts[1:]:
+        total = tuple(a + b for a, b in zip(total, part, strict=True))
+    return total
 
 
 def make_multiply(launch: Launch) -> Any:
@@ -148,7 +160,7 @@ def make_collect(launch: Launch) -> Any:
         @traced("ff")
         def collect(base: Any, unit: Any, m: Any, tile: Any, g: Any) -> Any:
             local = base + (unit >> 3) * 64 + g * 8
-            return _add_pairs(
+            return add_chains(
                 [load_shared_f32x2(local + i * slots * 64) for i in range(RANKS * chains)]
             )
 
@@ -162,7 +174,7 @@ def make_collect(launch: Launch) -> Any:
             remote = map_shared(local, rank)
             for chain in range(chains):
                 pairs.append(load_cluster_f32x2(remote + chain * count * width * PULL_ROW))
-        return _add_pairs(pairs)
+        return add_chains(pairs)
 
     return fetch
 
@@ -170,133 +182,61 @@ def make_collect(launch: Launch) -> Any:
 # --- staging x -------------------------------------------------------------------------------------
 
 
-def make_stage_half(launch: Launch) -> Any:
-    """x is fp16 (rows, k): copy this rank's columns."""
-    units, threads = launch.shape.k_slice // 8, 32 * launch.num_warps
-    k, column_tiles = launch.shape.k, launch.column_tiles
-    batch = max(1, min(4, -(-launch.columns * units // threads)))
-
-    @traced()
-    def copy(x: Any, shared: Any, item: Any, rank: Any, num_items: Any) -> None:
-        loads = []
-        for i in range(batch):
-            at = item + i * threads
-            row, unit = quotient(at, units), remainder(at, units)
-            column = (rank * units + unit) * 8
-            is_row = less(at, num_items)
-            loads.append(
-                (
-                    load_128_if(x + (row * k + column) * 2, is_row & less(column, k)),
-                    row,
-                    unit,
-                    is_row,
-                )
-            )
-        for values, row, unit, is_row in loads:
-            place = ((unit >> 2) * column_tiles + (row >> 3)) * 512
-            place = place + ((row & 7) * 4 + (unit & 3)) * 16
-            store_shared_128_if(shared + place, *values, is_row)
-
-    @device_function
-    def stage(
-        x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any
-    ) -> None:
-        for first in range(thread_id(), rows * units, threads * batch):
-            copy(x, shared, first, rank, rows * units)
-
-    return stage
-
-
-def make_stage_packed(launch: Launch) -> Any:
+def make_stage(launch: Launch) -> Any:
     """x is fp16 in the order of `fragments.packed_place`: one bulk copy brings this block's piece."""
     x_bytes = launch.x_bytes
     bar_at = launch.shared_bytes - BARS
 
     @device_function
-    def stage(
-        x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any
-    ) -> None:
+    def stage(x: Any, shared: Any, rank: Any) -> None:
         bar = shared_base() + bar_at
         if thread_id() == 0:
             fence_async()
             mbarrier_expect(bar, x_bytes)
             bulk_copy(shared, x + (block_y() * RANKS + rank) * x_bytes, x_bytes, bar)
-        mbarrier_wait(bar, 0)
 
     return stage
 
 
-def make_stage_norm(launch: Launch) -> Any:
-    """x is float32 (rows, k) with the sums of squares of its 16-column tiles: RMS norm and gain, then fp16."""
-    units, warps = launch.shape.k_slice // 8, launch.num_warps
-    k, column_tiles = launch.shape.k, launch.column_tiles
-    num_partials = k // 16
-    batch = max(1, min(4, -(-launch.columns // warps)))
-    inverse_k = 1.0 / k
+def make_scales(k: int, batch: int) -> Any:
+    """One warp: what the sums of `batch` rows (first, first + 1, ...) must be multiplied by: the RMS norm and PRESCALE.
+
+    `squares` are the sums of squares of a row's 16-column tiles (rows, k/16) float32; the factors go to
+    `table` (shared memory, float32, by row). Rows past `rows` give nothing.
+    """
+    num_squares, inverse_k = k // 16, 1.0 / k
 
     @traced()
-    def normalise(
-        x: Any,
-        partials: Any,
-        gain: Any,
-        shared: Any,
-        first: Any,
-        lane: Any,
-        rank: Any,
-        rows: Any,
-        eps: Any,
+    def scales(
+        squares: Any, table: Any, first_row: Any, first: Any, rows: Any, eps: Any, lane: Any
     ) -> None:
-        in_row = []
-        for i in range(batch):
-            row = first + i * warps
-            in_row.append((row, less(row, rows)))
-        squares = [
+        loaded = [
             [
                 load_f32_if(
-                    partials + (row * num_partials + lane + j) * 4,
-                    is_row & less(lane + j, num_partials),
+                    squares + ((first_row + first + i) * num_squares + lane + j) * 4,
+                    less(first + i, rows) & less(lane + j, num_squares),
                 )
-                for j in range(0, num_partials, 32)
+                for j in range(0, num_squares, 32)
             ]
-            for row, is_row in in_row
+            for i in range(batch)
         ]
-        for unit0 in range(0, units, 32):
-            unit = lane + unit0
-            column = (rank * units + unit) * 8
-            is_unit = less(unit, units)
-            is_real = is_unit & less(column, k)
-            gains = [
-                *load_f32x4_if(gain + column * 4, is_real),
-                *load_f32x4_if(gain + column * 4 + 16, is_real),
-            ]
-            values = []
-            for row, is_row in in_row:
-                address = x + (row * k + column) * 4
-                values.append(
-                    [
-                        *load_f32x4_if(address, is_real & is_row),
-                        *load_f32x4_if(address + 16, is_real & is_row),
-                    ]
-                )
-            for i, (row, is_row) in enumerate(in_row):
-                total = squares[i][0]
-                for value in squares[i][1:]:
-                    total = total + value
-                scale = rsqrt(fma(sum_of_warp(total), inverse_k, eps))
-                scaled = [v * scale * g for v, g in zip(values[i], gains, strict=True)]
-                halves = [pack_half2(scaled[j], scaled[j + 1]) for j in range(0, 8, 2)]
-                place = ((unit >> 2) * column_tiles + (row >> 3)) * 512
-                place = place + ((row & 7) * 4 + (unit & 3)) * 16
-                store_shared_128_if(shared + place, *halves, is_unit & is_row)
+        for i, parts in enumerate(loaded):
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            scale = rsqrt(fma(sum_of_warp(total), inverse_k, eps)) * (1 / PRESCALE)
+            store_shared_f32_if(
+                table + (first + i) * 4, scale, less(first + i, rows) & less(lane, 1)
+            )
 
-    @device_function
-    def stage(
-        x: Any, partials: Any, gain: Any, shared: Any, rank: Any, rows: Any, eps: Any
-    ) -> None:
-        for first in range(thread_id() >> 5, rows, warps * batch):
-            normalise(x, partials, gain, shared, first, thread_id() & 31, rank, rows, eps)
+    return scales
 
-    return stage
+
+@traced("ff")
+def scale_pair(a: Any, b: Any, address: Any) -> Any:
+    """A pair of sums times the factor in shared memory."""
+    scale = load_shared_f32(address)
+    return a * scale, b * scale
 
 
 # --- finishing -------------------------------------------------------------------------------------
@@ -328,13 +268,19 @@ def make_store(n: int, has_bias: bool) -> Any:
     return prepare, finish
 
 
-def make_residual(n: int) -> Any:
-    """x (rows, n) float32 += product: e0 = x, e1 = the new sums of squares (rows, n/16)."""
+def make_residual(n: int, target: ProductShape, column_tiles: int, masks: Any = (1, 2, 4)) -> Any:
+    """x (rows, n) float32 += product: e0 = x, e1 = the new sums of squares (rows, n/16).
 
-    @traced("ff", num_star=8)
+    What the next norm's reader multiplies, fp16 x * gain * PRESCALE in the order of `target`, goes to e3; e2 = that
+    gain (n,) float32. `masks`: how the lanes of a tile's 8 pairs differ.
+    """
+
+    @traced("ffff", num_star=8)
     def prepare(m: Any, tile: Any, g: Any, is_real: Any, *e: Any) -> Any:
         column = tile * 16 + g * 2
-        return load_f32x2_if(e[0] + (wide(m) * n + column) * 4, is_real & less(column, n))
+        is_real = is_real & less(column, n)
+        x = load_f32x2_if(e[0] + (wide(m) * n + column) * 4, is_real)
+        return *x, *load_f32x2_if(e[2] + column * 4, is_real)
 
     @traced(num_star=8)
     def finish(
@@ -344,7 +290,12 @@ def make_residual(n: int) -> Any:
         is_real = is_real & less(column, n)
         first, second = ready[0] + a, ready[1] + b
         store_f32x2_if(e[0] + (wide(m) * n + column) * 4, first, second, is_real)
-        squares = sum_of_8_lanes(fma(first, first, second * second))
+        place = packed_place(m, column, target, column_tiles)
+        packed = pack_prescaled(first * ready[2], second * ready[3])
+        store_32_if(e[3] + wide(place) * 2, packed, is_real)
+        squares = fma(first, first, second * second)
+        for mask in masks:
+            squares = squares + shuffle_xor_f32(squares, mask)
         store_f32_if(e[1] + (m * (n // 16) + tile) * 4, squares, is_real & less(g, 1))
 
     return prepare, finish

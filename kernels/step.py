@@ -11,6 +11,7 @@ from typing import Any
 
 from kernels.compiler import Variant
 from kernels.device_code import traced
+from kernels.fragments import ProductShape, pack_prescaled, packed_place
 from kernels.intrinsics import (
     block_x,
     fma,
@@ -20,8 +21,10 @@ from kernels.intrinsics import (
     less,
     load_32_if,
     load_f32x2,
+    load_f32x2_if,
     load_i32,
     store_32,
+    store_32_if,
     store_f32_if,
     store_f32x2,
     store_f32x2_if,
@@ -36,10 +39,15 @@ _THREADS = 256
 
 @dataclass(frozen=True)
 class StepShape:
-    """d is a multiple of 16; `angles` is half the rotary width, 0 without rotary positions."""
+    """d is a multiple of 16; `angles` is half the rotary width, 0 without rotary positions.
+
+    `target` is the product that reads x, `column_tiles` x 8 rows at a time.
+    """
 
     d_model: int
     angles: int
+    target: ProductShape
+    column_tiles: int
     has_learned_positions: bool = False
 
 
@@ -49,8 +57,8 @@ def _make_begin(shape: StepShape) -> Any:
 
     @traced()
     def embed(
-        embeddings: Any, learned: Any, x: Any, squares: Any, token: Any, position: Any, row: Any,
-        pair: Any, is_real: Any, scale: Any,
+        embeddings: Any, learned: Any, x: Any, squares: Any, gain: Any, packed: Any, token: Any,
+        position: Any, row: Any, pair: Any, is_real: Any, scale: Any,
     ) -> None:  # fmt: skip
         first, second = unpack_half2(
             load_32_if(embeddings + (wide(token) * d + pair * 2) * 2, is_real)
@@ -62,13 +70,17 @@ def _make_begin(shape: StepShape) -> Any:
         total = sum_of_8_lanes(fma(first, first, second * second))
         address = x + (wide(row) * d + pair * 2) * 4
         store_f32x2_if(address, first, second, is_real)
+        gains = load_f32x2_if(gain + pair * 8, is_real)
+        place = packed_place(row, pair * 2, shape.target, shape.column_tiles)
+        halves = pack_prescaled(first * gains[0], second * gains[1])
+        store_32_if(packed + wide(place) * 2, halves, is_real)
         store_f32_if(
             squares + (row * (d // 16) + (pair >> 3)) * 4, total, is_real & less(pair & 7, 1)
         )
 
     def kernel(
         tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,
-        blocks: Any, slots: Any, rope_table: Any, rope: Any,
+        blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any,
         num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any,
     ) -> None:  # fmt: skip
         row, thread = block_x(), thread_id()
@@ -83,8 +95,8 @@ def _make_begin(shape: StepShape) -> Any:
         for first in range(0, pairs, _THREADS):
             pair = first + thread
             embed(
-                embeddings, learned, x, squares, token, safe, row, pair if pair < pairs else 0,
-                less(pair, pairs), scale,
+                embeddings, learned, x, squares, gain, packed, token, safe, row,
+                pair if pair < pairs else 0, less(pair, pairs), scale,
             )  # fmt: skip
         for loop in range(thread, num_loops, _THREADS):
             slot = -1
@@ -108,12 +120,13 @@ def begin_step(shape: StepShape) -> Variant:
     x float32 (rows, d) and its sums of squares (rows, d/16), both written; positions int32 (rows,), -1: no row;
     row_info int32 (rows, 2), [1] = the row's loop before this step; blocks int32 (rows, max_loops, blocks_a_loop)
     (with 1: the own block; else the table); slots int32 (num_loops, rows), written; rope_table float32
-    (max_pos, angles, 2); rope float32 (rows, angles, 2), written; num_loops, max_loops, blocks_a_loop, scale.
+    (max_pos, angles, 2); rope float32 (rows, angles, 2), written; gain float32 (d,) of the norm that x meets first;
+    packed fp16 x times gain in the order of `target`, written; num_loops, max_loops, blocks_a_loop, scale.
     """
     return Variant(
         name="begin_step",
         function=_make_begin(shape),
-        args="lllllllllll" + "rrrf",
+        args="l" * 13 + "rrrf",
         num_threads=_THREADS,
         constants=(shape,),
     )

@@ -12,6 +12,8 @@ from kernels.compiler import Variant
 from kernels.fragments import ProductShape
 from kernels.linear import HeadShape, Launch
 
+_TARGET = ProductShape(16, 32, 1)
+
 
 @pytest.fixture(autouse=True)
 def memory() -> Iterator[None]:
@@ -27,7 +29,7 @@ def _run(variant: Variant, clusters: int, chunks: int, *args: object) -> None:
             flat.append(arg.data_ptr())
         else:
             flat.append(arg)
-    flat += [0] * (14 - len(flat))
+    flat += [0] * (13 - len(flat))
     emulator.run(
         variant.function,
         (clusters * variant.cluster, chunks),
@@ -43,7 +45,26 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain).half().float()
+    """What a product makes of x, which comes times the gain and as fp16; its row's factor joins the sums."""
+    return (x * gain).half().float() * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _place(rows: int, columns: int, shape: ProductShape, column_tiles: int) -> torch.Tensor:
+    grid = torch.arange(rows)[:, None], torch.arange(columns)
+    return fragments.packed_place(*grid, shape, column_tiles)
+
+
+def _pack(x: torch.Tensor, shape: ProductShape, column_tiles: int) -> torch.Tensor:
+    """fp16 activations in the order of their reader; what belongs to no row is NaN, padding of K is zero."""
+    size = fragments.packed_size(len(x), shape, column_tiles)
+    packed = torch.full((size,), float("nan")).half()
+    padded = torch.nn.functional.pad(x, (0, fragments.RANKS * shape.k_slice - x.shape[1]))
+    packed[_place(*padded.shape, shape, column_tiles)] = padded.half()
+    return packed
+
+
+def _prescaled(x: torch.Tensor, gain: torch.Tensor, launch: Launch) -> torch.Tensor:
+    return _pack(x * gain * fragments.PRESCALE, launch.shape, launch.column_tiles)
 
 
 def _weight(n: int, k: int) -> torch.Tensor:
@@ -117,25 +138,13 @@ def test_gated_matches_swiglu() -> None:
     out = torch.full((fragments.packed_size(2, target, 1),), float("nan")).half()
     _run(
         linear.gated_product("t", launch, target), launch.clusters, 1,
-        packed, x, _squares(x), gain, 2, 1e-6, out,
+        packed, _prescaled(x, gain, launch), _squares(x), 2, 1e-6, out,
     )  # fmt: skip
     y = _normed(x, gain) @ weight.float().T
     expected = torch.nn.functional.silu(y[:, :24]) * y[:, 24:]
-    place = fragments.packed_place(torch.arange(2)[:, None], torch.arange(24), target, 1)
-    torch.testing.assert_close(out[place].float(), expected, rtol=2e-3, atol=2e-3)
-
-
-def test_packed_input_arrives_by_one_copy() -> None:
-    torch.manual_seed(4)
-    launch = Launch(ProductShape(16, 256, 1), 1, 1, 2, True)
-    weight, h, rows = _weight(16, 256), torch.randn(19, 256).half(), 19
-    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(16, launch.shape))
-    ordered = torch.zeros(fragments.packed_size(rows, launch.shape, 2)).half()
-    place = fragments.packed_place(torch.arange(rows)[:, None], torch.arange(256), launch.shape, 2)
-    ordered[place] = h
-    out = torch.full((rows, 16), float("nan"))
-    _run(linear.store_product("t", launch, "packed"), 1, 2, packed, ordered, 0, 0, rows, 0.0, out)
-    torch.testing.assert_close(out, h.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out[_place(2, 24, target, 1)].float(), expected, rtol=2e-3, atol=2e-3
+    )
 
 
 @pytest.mark.parametrize("is_half", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -154,7 +163,7 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
     q = torch.zeros(rows, heads, dim).half()
     variant = linear.qkv_product("t", launch, shape)
     _run(
-        variant, launch.clusters, 1, packed, x, _squares(x), gain, rows, 1e-6,
+        variant, launch.clusters, 1, packed, _prescaled(x, gain, launch), _squares(x), rows, 1e-6,
         q, cache, slots, rope, kv * shape.head_bytes,
     )  # fmt: skip
     y = (_normed(x, gain) @ weight.float().T).view(rows, heads + 2 * kv, dim)
