@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, fragments, linear, step
-from kernels.attention import NO_WINDOW, AttentionLaunch, AttentionShape
+from kernels.attention import AttentionLaunch, AttentionShape
 from kernels.compiler import Variant
 from kernels.fragments import RANKS, ProductShape
 from kernels.launch import Library
@@ -53,9 +53,7 @@ class DecodeSpec:
 
     @property
     def attention(self) -> AttentionShape:
-        return AttentionShape(
-            self.n_kv_heads, self.n_heads // self.n_kv_heads, self.head_dim, self.kv_format
-        )
+        return AttentionShape.of(self.n_heads, self.n_kv_heads, self.head_dim, self.kv_format)
 
     @property
     def exact_block_bytes(self) -> int:
@@ -161,7 +159,7 @@ def attention_launch(
     spec: DecodeSpec, rows: int, target: ProductShape, column_tiles: int
 ) -> tuple[AttentionLaunch, int]:
     """How the streams are spread for so many (row, kv head), and the blocks for each multiprocessor."""
-    shape, units = spec.attention, rows * spec.n_kv_heads
+    shape, units = spec.attention, rows * spec.attention.units
     is_int4 = spec.kv_format == "int4"
     if units <= 30:
         return AttentionLaunch(shape, 8, 2, 4, target, column_tiles), 1
