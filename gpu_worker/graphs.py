@@ -310,7 +310,7 @@ class DecodeRunner:
                 dtype=torch.half,
                 device=device,
             )
-            for name in ("o", "down")
+            for name in ("qkv", "o", "down")
         )
         self.logits = torch.zeros(rows, spec.vocab, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
