@@ -22,7 +22,6 @@ from kernels.attention_parts import (
     make_correct,
     make_load_query,
     make_merge,
-    make_place,
     make_scores,
     make_scores_int4,
     make_send,
@@ -31,6 +30,7 @@ from kernels.attention_parts import (
     make_undo,
     make_values,
     make_values_int4,
+    make_write,
     make_zeros,
     no_scores,
     no_weights,
@@ -54,30 +54,47 @@ from kernels.intrinsics import (
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
-    pack_half2,
     quotient,
     remainder,
     shared_base,
     shuffle_from,
-    store_16_if,
     sync_block,
     sync_warp,
     thread_id,
     wide,
 )
+from kernels.layout import NUM_SINKS
 
-NO_WINDOW = 1 << 30
+_NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The model's side: group = query heads per kv head (at most 8)."""
+    """The model's side. A unit of work has `group` query heads (at most 8) of one kv head, which has `split` units.
+
+    head_dim is a multiple of 32, at most 256.
+    """
 
     n_kv_heads: int
     group: int
     head_dim: int
     format: str = "fp16"
     has_alibi: bool = False
+    split: int = 1
+
+    @staticmethod
+    def of(
+        n_heads: int, n_kv_heads: int, head_dim: int, kind: str = "fp16", has_alibi: bool = False
+    ) -> AttentionShape:
+        """That of a model: groups of more than 8 heads are cut into equal units."""
+        group = n_heads // n_kv_heads
+        split = next(s for s in range(1, group + 1) if group % s == 0 and group // s <= 8)
+        return AttentionShape(n_kv_heads, group // split, head_dim, kind, has_alibi, split)
+
+    @property
+    def units(self) -> int:
+        """Units of work of a row."""
+        return self.n_kv_heads * self.split
 
     @property
     def num_columns(self) -> int:
@@ -87,7 +104,7 @@ class AttentionShape:
     @property
     def exact_parts(self) -> int:
         """In how many chunks an fp16 block is fetched: half of them K's, the rest V's."""
-        return 8 if self.format == "int4" else 4
+        return 8 if self.format == "int4" and self.head_dim % 64 == 0 else 4
 
     @property
     def chunk_bytes(self) -> int:
@@ -109,15 +126,19 @@ class AttentionShape:
 class AttentionLaunch:
     """`cluster` blocks of `num_warps` share the 16 streams; each warp has a ring of `stages` chunks.
 
-    The output is fp16 in the order in which the product `target` reads `column_tiles` x 8 rows.
+    The output has the order in which the product `target` reads `column_tiles` x 8 rows, or (rows, heads x dim) without a
+    target; it is fp16, or float32 with `is_float_out`.
+    With `is_paged` the queries are float32 rows of [q; k; v] and the tables those of a `Paging`; see `attention`.
     """
 
     shape: AttentionShape
     cluster: int
     num_warps: int
     stages: int
-    target: ProductShape
-    column_tiles: int
+    target: ProductShape | None = None
+    column_tiles: int = 1
+    is_float_out: bool = False
+    is_paged: bool = False
 
     @property
     def warp_streams(self) -> int:
@@ -146,21 +167,20 @@ class AttentionLaunch:
 
 # --- the kernel ------------------------------------------------------------------------------------
 
-_ARGS = "lllllllllll" + "rrrrr"
+_ARGS = "l" * 15 + "rrrrf"
 
 
 def _make_kernel(launch: AttentionLaunch) -> Any:
     shape = launch.shape
-    if shape.group > 8 or shape.head_dim % 32 or (shape.head_dim // launch.cluster) % 8:
+    if shape.group > 8 or shape.head_dim % 32 or shape.head_dim % (8 * launch.cluster):
         raise ValueError(f"{shape} does not fit clusters of {launch.cluster}")
-    is_int4, no_window = shape.format == "int4", NO_WINDOW
+    is_int4, no_window, num_sinks = shape.format == "int4", _NO_WINDOW, NUM_SINKS
+    is_paged = launch.is_paged
+    # the row's own block is found by itself
+    has_own = is_int4 or is_paged
     stages, num_warps, cluster = launch.stages, launch.num_warps, launch.cluster
-    warp_streams, n_kv, group, dim = (
-        launch.warp_streams,
-        shape.n_kv_heads,
-        shape.group,
-        shape.head_dim,
-    )
+    warp_streams, group, dim = launch.warp_streams, shape.group, shape.head_dim
+    units, split, n_kv = shape.units, shape.split, shape.n_kv_heads
     stage_bytes, chunk_bytes = launch.stage_bytes, shape.chunk_bytes
     stored_bytes = shape.stored_bytes if is_int4 else chunk_bytes
     stored_parts = 2 if is_int4 else 4
@@ -172,8 +192,9 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     owned, num_threads = dim // cluster, 32 * num_warps
     results_bar_at = launch.shared_bytes - 8
     result_bytes = STREAMS * group * launch.result_floats * 4
-    undo = make_undo(shape)
-    load_query, scores, correct = make_load_query(shape), make_scores(shape), make_correct(shape)
+    query_bytes = group * dim * (4 if is_paged else 2)
+    undo, load_query = make_undo(shape), make_load_query(shape, is_paged)
+    scores, correct = make_scores(shape), make_correct(shape)
     values = [make_values(shape, part) for part in range(parts // 2)]
     values_0, values_1, values_2, values_3 = (values + values)[:4]
     softmax, softmax_masked = (make_softmax(shape, False, masked) for masked in (False, True))
@@ -182,19 +203,20 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     )
     scores_int4, values_int4 = make_scores_int4(shape), make_values_int4(shape)
     zeros, send, merge = make_zeros(shape), make_send(launch), make_merge(launch)
-    load_slopes, place = make_slopes(shape), make_place(launch)
+    load_slopes, write = make_slopes(shape), make_write(launch)
 
     shift = warp_streams.bit_length() - 1
 
     @device_function
     def fetch(
         stream: Any, ordinal: Any, part: Any, loads: Any, entries: Any, page: Any, used: Any, limit: Any,
-        first_stream: Any, own: Any, table: Any, exact: Any, stored: Any, block_bytes: Any, ring: Any,
-        bars: Any, lane: Any,
+        first_stream: Any, own: Any, low: Any, table: Any, exact: Any, stored: Any, block_bytes: Any,
+        ring: Any, bars: Any, lane: Any,
     ) -> Any:  # fmt: skip
         """Fill the ring with chunks of blocks before `limit`; (stream, ordinal, part) is the next chunk.
 
-        `entries` holds a page of the table over the lanes: 32 blocks of the warp's streams.
+        `entries` holds a page of the table over the lanes: 32 blocks of the warp's streams. Blocks between the first
+        and block `low` are not seen.
         """
         is_blocked = False
         while stream < warp_streams and loads < used + stages and not is_blocked:
@@ -204,6 +226,8 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                 ordinal = 0
             elif block >= limit:
                 is_blocked = True
+            elif block > 0 and block < low:
+                ordinal += 1
             else:
                 if ordinal >> (5 - shift) != page:
                     page = ordinal >> (5 - shift)
@@ -213,7 +237,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         entries = load_i32(table + mine * 4)
                 in_page = ordinal & ((32 >> shift) - 1)
                 entry = shuffle_from(entries, (in_page << shift) + stream)
-                is_exact = is_int4 and block == own
+                is_exact = has_own and block == own
                 if lane == 0:
                     slot = remainder(loads, stages)
                     num_bytes = chunk_bytes if is_exact else stored_bytes
@@ -240,13 +264,15 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
 
     def kernel(
         q: Any, exact_cache: Any, exact_blocks: Any, exact_block_bytes: Any, stored_cache: Any,
-        stored_block_bytes: Any, tables: Any, positions: Any, row_info: Any, slopes: Any, out: Any,
-        loop: Any, max_loops: Any, max_blocks: Any, window: Any, sinks: Any,
+        stored_block_bytes: Any, tables: Any, positions: Any, row_info: Any, slopes: Any, windows: Any,
+        loop_of: Any, row_map: Any, mapped: Any, out: Any, loop: Any, max_loops: Any, max_blocks: Any, q_stride: Any,
+        scale: Any,
     ) -> None:  # fmt: skip
         lane, warp = thread_id() & 31, thread_id() >> 5
         base, rank = shared_base(), cluster_rank()
         unit = quotient(block_x(), cluster)
-        row, kv_head = quotient(unit, n_kv), remainder(unit, n_kv)
+        row, unit_head = quotient(unit, units), remainder(unit, units)
+        kv_head = quotient(unit_head, split)
         bars = base + bars_at + warp * (8 * stages)
         ring = base + warp * (stages * stage_bytes)
         results = base + results_at
@@ -262,34 +288,59 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         grid_dependency_launch()
         if cluster > 1:
             cluster_arrive_relaxed()
+        if is_paged:
+            grid_dependency_wait()
         position = load_i32(positions + row * 4)
-        num_stable = load_i32(row_info + row * 8)
-        depth = load_i32(row_info + row * 8 + 4) + loop
         own = position >> 6
-        table_row = row * max_loops + depth
+        num_stable, table_row, this_map = 0, 0, -1
+        if is_paged:
+            table_row = load_i32(row_info + row * 4) * max_loops + load_i32(loop_of + row * 4)
+            if row_map != 0:
+                this_map = load_i32(row_map + row * 4)
+        else:
+            num_stable = load_i32(row_info + row * 8)
+            table_row = row * max_loops + load_i32(row_info + row * 8 + 4) + loop
         table = tables + wide(table_row * max_blocks) * 4
         exact = exact_cache + kv_head * exact_head_bytes
-        if is_int4:
-            exact += wide(load_i32(exact_blocks + table_row * 4)) * exact_block_bytes
+        if this_map >= 0:
+            exact = mapped + wide(this_map * n_kv + kv_head) * exact_head_bytes
+        elif has_own and own >= 0:
+            if not is_paged:
+                exact += wide(load_i32(exact_blocks + table_row * 4)) * exact_block_bytes
+            elif is_int4:
+                at = wide(table_row * max_blocks + own) * 4
+                exact += wide(load_i32(exact_blocks + at)) * exact_block_bytes
+            else:
+                exact += wide(load_i32(table + own * 4)) * exact_block_bytes
         stored = stored_cache + kv_head * stored_head_bytes
+        window, low = no_window, 1
+        if windows != 0:
+            width = load_i32(windows + row * 4)
+            if width > 0:
+                window = width
+                if position - width >= 127:
+                    low = (position - width + 1) >> 6
         first_stream = (rank * num_warps + warp) * warp_streams
         per_stream = (own + STREAMS - first_stream) >> 4
         per_stream = per_stream if per_stream > 0 else 0
         stream, ordinal, part, loads, entries, page = fetch(
-            0, 0, 0, 0, 0, -1, 0, num_stable, first_stream, own, table, exact, stored, stored_block_bytes,
-            ring, bars, lane,
+            0, 0, 0, 0, 0, -1, 0, num_stable, first_stream, own, low, table, exact, stored,
+            stored_block_bytes, ring, bars, lane,
         )  # fmt: skip
-        grid_dependency_wait()
+        if not is_paged:
+            grid_dependency_wait()
         fence_async()
         used = 0
         everything = 1 << 30
         stream, ordinal, part, loads, entries, page = fetch(
-            stream, ordinal, part, loads, entries, page, used, everything, first_stream, own, table, exact,
-            stored, stored_block_bytes, ring, bars, lane,
+            stream, ordinal, part, loads, entries, page, used, everything, first_stream, own, low, table,
+            exact, stored, stored_block_bytes, ring, bars, lane,
         )  # fmt: skip
-        query = load_query(q + (row * n_kv + kv_head) * (group * dim * 2), lane)
+        at = wide(unit_head) * query_bytes
+        at += wide(row) * (q_stride * 4) if is_paged else wide(row) * (units * query_bytes)
+        query = load_query(q + at, lane, scale)
         sums = query_sums(query)
-        slope = load_slopes(slopes, kv_head, lane)
+        slope = load_slopes(slopes, unit_head, lane)
         if cluster > 1:
             cluster_wait()
         for s in range(warp_streams):
@@ -297,7 +348,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
             total = zeros()
             for turn in range(per_stream):
                 block = first_stream + s + STREAMS * turn
-                if block <= own:
+                if block <= own and (block == 0 or block >= low):
                     if is_int4 and block < own:
                         chunk = arrived(used, ring, bars)
                         shown = scores_int4(chunk + lane * 16, chunk + scales_at, query, sums, lane)
@@ -305,17 +356,17 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
                             stream, ordinal, part, loads, entries, page, used, everything, first_stream,
-                            own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                            own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
                         chunk = arrived(used, ring, bars)
                         if window < no_window:
                             step = softmax_stored_masked(
-                                shown, state, chunk + scales_at, block * 64, position, window, sinks,
+                                shown, state, chunk + scales_at, block * 64, position, window, num_sinks,
                                 slope, lane,
                             )  # fmt: skip
                         else:
                             step = softmax_stored(
-                                shown, state, chunk + scales_at, block * 64, position, window, sinks,
+                                shown, state, chunk + scales_at, block * 64, position, window, num_sinks,
                                 slope, lane,
                             )  # fmt: skip
                         state = step[8:14]
@@ -325,7 +376,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
                             stream, ordinal, part, loads, entries, page, used, everything, first_stream,
-                            own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                            own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
                     else:
                         if is_int4:
@@ -338,12 +389,12 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                                 if i == parts // 2 - 1:
                                     if block == own or window < no_window:
                                         step = softmax_masked(
-                                            shown, state, 0, block * 64, position, window, sinks,
+                                            shown, state, 0, block * 64, position, window, num_sinks,
                                             slope, lane,
                                         )  # fmt: skip
                                     else:
                                         step = softmax(
-                                            shown, state, 0, block * 64, position, window, sinks,
+                                            shown, state, 0, block * 64, position, window, num_sinks,
                                             slope, lane,
                                         )  # fmt: skip
                                     weights = step[0:8]
@@ -361,7 +412,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                             used += 1
                             stream, ordinal, part, loads, entries, page = fetch(
                                 stream, ordinal, part, loads, entries, page, used, everything, first_stream,
-                                own, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                                own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
                             )  # fmt: skip
             if is_int4 and own & (STREAMS - 1) != first_stream + s:
                 total = undo(total)
@@ -374,8 +425,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         for i in range(thread_id(), group * owned, num_threads):
             column, d = quotient(i, owned), remainder(i, owned)
             value = merge(results, column, d)
-            k = (kv_head * group + column) * dim + rank * owned + d
-            store_16_if(out + place(row, k) * 2, pack_half2(value, value), 1)
+            write(out, row, (unit_head * group + column) * dim + rank * owned + d, value)
 
     return kernel
 
@@ -387,11 +437,20 @@ def attention(name: str, launch: AttentionLaunch, blocks_per_sm: int = 1) -> Var
     layer offset, exact_blocks int32 (rows, max_loops) (own blocks; int4 only), bytes of an exact block;
     the stored pool with its layer offset, bytes of a stored block; tables int32 (rows, max_loops, max_blocks);
     positions int32 (rows,), -1: no row (its output is 0); row_info int32 (rows, 2): how many leading blocks
-    nothing in this step writes, and the row's loop before this step; slopes float32 (heads,) times log2(e);
-    out fp16, as the launch says; loop, max_loops, max_blocks, window (1 << 30: none), sinks.
+    nothing in this step writes, and the row's loop before this step; slopes float32 (heads,); windows int32 (rows,), 0:
+    all keys, else that many and the sinks (address 0: all rows see all keys); three addresses that are 0; out, as the
+    launch says; loop, max_loops, max_blocks.
+
+    A paged launch (see `Paging`) takes instead: q float32, the first of q_stride numbers of a row; exact_blocks int32
+    (num_slots, max_loops, max_blocks) (int4 only; else the exact pool is the stored one); tables int32 of that shape;
+    slots int32 (rows,) in the place of row_info; then, before out, the rows' tables, row_map (address 0: no row is mapped) and the
+    exact own blocks of mapped rows, bytes (num_maps, kv heads, 256 * dim), all that in position order; loop is unused; after
+    max_blocks q_stride and what q is multiplied by, times log2(e).
     """
+    source = "_paged" * launch.is_paged + "_f32" * launch.is_float_out
+    how = f"c{launch.cluster}w{launch.num_warps}s{launch.stages}b{blocks_per_sm}"
     return Variant(
-        name=f"{name}_{launch.shape.format}_c{launch.cluster}w{launch.num_warps}s{launch.stages}b{blocks_per_sm}",
+        name=f"{name}_{launch.shape.format}{source}_{how}",
         function=_make_kernel(launch),
         args=_ARGS,
         num_threads=32 * launch.num_warps,

@@ -17,6 +17,7 @@ from kernels.intrinsics import (
     less,
     load_128_if,
     load_f32_if,
+    load_f32x4_if,
     load_shared_32,
     load_shared_128,
     load_shared_f32,
@@ -27,16 +28,20 @@ from kernels.intrinsics import (
     select,
     select_int,
     shuffle_xor_f32,
+    store_16_if,
     store_async_f32,
+    store_f32,
     store_shared_f32_if,
     transpose_8x8,
     unpack_half2,
+    wide,
 )
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionLaunch, AttentionShape
 
 STREAMS = 16
+LOG2E = 1.4426950408889634
 _NEVER = (
     -1.0e30
 )  # the score of a masked position: finite, so that an empty stream merges as nothing
@@ -45,15 +50,24 @@ _NEVER = (
 # --- one block of 64 positions ---------------------------------------------------------------------
 
 
-def make_load_query(shape: AttentionShape) -> Any:
+def make_load_query(shape: AttentionShape, is_float: bool) -> Any:
+    """The group's query heads; `is_float`: float32, to be scaled and rounded here, else fp16 and scaled."""
+    size = 4 if is_float else 2
+
     @traced("r" * (shape.head_dim // 8))
-    def load_query(q: Any, lane: Any) -> Any:
+    def load_query(q: Any, lane: Any, scale: Any) -> Any:
         """B fragments of the group's query heads; columns past the group are zero."""
         column, t = lane >> 2, lane & 3
+        is_real = less(column, shape.group)
         regs: list[Any] = []
         for part in range(shape.head_dim // 32):
-            address = q + (column * shape.head_dim + part * 32 + t * 8) * 2
-            regs += load_128_if(address, less(column, shape.group))
+            address = q + (column * shape.head_dim + part * 32 + t * 8) * size
+            if not is_float:
+                regs += load_128_if(address, is_real)
+                continue
+            for half in range(2):
+                x = [v * scale for v in load_f32x4_if(address + 16 * half, is_real)]
+                regs += [pack_half2(x[0], x[1]), pack_half2(x[2], x[3])]
         return tuple(regs)
 
     return load_query
@@ -101,14 +115,14 @@ def make_scores_int4(shape: AttentionShape) -> Any:
         accs: list[Any] = [(0.0, 0.0, 0.0, 0.0)] * 4
         # step outside, tile inside: independent chains keep the matrix unit busy; more than two cost registers
         for some in ((0, 1), (2, 3)):
-            for quad in range(steps // 4):
-                at = [chunk + (t * (steps // 4) + quad) * 512 for t in some]
-                words = [load_shared_128(address) for address in at]
-                for i in range(4):
-                    step = 4 * quad + i
-                    for t, word in zip(some, words, strict=True):
-                        numbers = nibbles(word[i])
-                        accs[t] = mma(*accs[t], *numbers, query[2 * step], query[2 * step + 1])
+            quads: dict[int, Any] = {}
+            for step in range(steps):
+                for t in some:
+                    quad, i = divmod(t * steps + step, 4)
+                    if quad not in quads:
+                        quads[quad] = load_shared_128(chunk + quad * 512)
+                    numbers = nibbles(quads[quad][i])
+                    accs[t] = mma(*accs[t], *numbers, query[2 * step], query[2 * step + 1])
         out: list[Any] = []
         for tile, acc in enumerate(accs):
             for high in range(2):
@@ -331,20 +345,31 @@ def no_weights() -> Any:
 
 def make_slopes(shape: AttentionShape) -> Any:
     @traced("ff")
-    def load_slopes(slopes: Any, kv_head: Any, lane: Any) -> Any:
+    def load_slopes(slopes: Any, unit_head: Any, lane: Any) -> Any:
         if not shape.has_alibi:
             return int_to_f32(0), int_to_f32(0)
         column = (lane & 3) * 2
-        address = slopes + (kv_head * shape.group + column) * 4
+        address = slopes + (unit_head * shape.group + column) * 4
         first = load_f32_if(address, less(column, shape.group))
-        return first, load_f32_if(address + 4, less(column + 1, shape.group))
+        second = load_f32_if(address + 4, less(column + 1, shape.group))
+        return first * LOG2E, second * LOG2E
 
     return load_slopes
 
 
-def make_place(launch: AttentionLaunch) -> Any:
-    @traced("r")
-    def place(row: Any, column: Any) -> Any:
-        return packed_place(row, column, launch.target, launch.column_tiles)
+def make_write(launch: AttentionLaunch) -> Any:
+    target, shape = launch.target, launch.shape
 
-    return place
+    @traced()
+    def write(out: Any, row: Any, column: Any, value: Any) -> None:
+        """One output in the order and precision that the launch says."""
+        if target is not None:
+            place = packed_place(row, column, target, launch.column_tiles)
+        else:
+            place = wide(row) * (shape.units * shape.group * shape.head_dim) + column
+        if launch.is_float_out:
+            store_f32(out + place * 4, value)
+        else:
+            store_16_if(out + place * 2, pack_half2(value, value), 1)
+
+    return write

@@ -11,9 +11,9 @@ import torch
 from kernels import attention, emulator, fragments
 from kernels.attention import AttentionLaunch, AttentionShape
 from kernels.fragments import ProductShape
+from kernels.layout import NUM_SINKS
 
 LOG2E = 1.4426950408889634
-NO_WINDOW = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,7 @@ def _run(launch: AttentionLaunch, rows: int, *args: object) -> None:
             flat.append(arg.data_ptr())
         else:
             flat.append(arg)
+    flat += [0] * (len(variant.args) - len(flat))
     grid = (rows * launch.shape.n_kv_heads * launch.cluster, 1)
     emulator.run(
         variant.function, grid, variant.num_threads, flat,
@@ -39,8 +40,7 @@ def _run(launch: AttentionLaunch, rows: int, *args: object) -> None:
 
 
 def _expected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, window: int, sinks: int,
-    slopes: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, window: int, slopes: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
     """q (heads, dim), k and v (kv heads, positions, dim): plain softmax attention in float64."""
     group = q.shape[0] // k.shape[0]
@@ -49,7 +49,7 @@ def _expected(
     j = torch.arange(k.shape[1])
     if slopes is not None:
         scores -= slopes[:, None].double() * (position - j)
-    seen = (j <= position) & ((j > position - window) | (j < sinks))
+    seen = (j <= position) & ((j > position - (window or 1 << 30)) | (j < NUM_SINKS))
     scores = scores.masked_fill(~seen, -math.inf)
     return torch.einsum("hj,hjd->hd", scores.softmax(-1), v)
 
@@ -88,7 +88,7 @@ def test_fp16_matches_softmax_attention(
         for b in range(blocks):
             cache[tables[row, 0, b], :, 0] = fragments.pack_keys(k[row, :, b * 64 : b * 64 + 64])
             cache[tables[row, 0, b], :, 1] = fragments.pack_values(v[row, :, b * 64 : b * 64 + 64])
-    window, sinks = (40, 3) if kind == "window_alibi" else (NO_WINDOW, 0)
+    window = 40 if kind == "window_alibi" else 0
     slopes = torch.tensor([0.25, 0.0625]) if kind == "window_alibi" else None
     shape = AttentionShape(kv, heads // kv, dim, "fp16", slopes is not None)
     target = ProductShape(16, heads * dim, 1)
@@ -98,7 +98,7 @@ def test_fp16_matches_softmax_attention(
     _run(
         AttentionLaunch(shape, cluster, warps, stages, target, 1), rows, scaled, 0, 0, 0, cache,
         cache.stride(0) * 2, tables, torch.tensor(positions, dtype=torch.int32), info,
-        slopes * LOG2E if slopes is not None else 0, out, 0, 1, blocks, window, sinks,
+        0 if slopes is None else slopes, torch.full((rows,), window, dtype=torch.int32), 0, 0, 0, out, 0, 1, blocks,
     )  # fmt: skip
     place = fragments.packed_place(
         torch.arange(rows)[:, None], torch.arange(heads * dim), target, 1
@@ -108,7 +108,7 @@ def test_fp16_matches_softmax_attention(
         if position < 0:
             assert not out[row].any()
             continue
-        want = _expected(q[row], k[row], v[row], position, window, sinks, slopes).flatten()
+        want = _expected(q[row], k[row], v[row], position, window, slopes).flatten()
         # p and q are rounded to fp16
         torch.testing.assert_close(out[row].double(), want, rtol=4e-3, atol=4e-3)
 
@@ -136,10 +136,10 @@ def test_int4_reads_stored_blocks_and_the_own_block_exactly() -> None:
     _run(
         AttentionLaunch(shape, 4, 4, 3, ProductShape(16, heads * dim, 1), 1), 1, scaled, exact, torch.tensor([[2]], dtype=torch.int32),
         exact.stride(0) * 2, stored, stored.stride(0), tables,
-        torch.tensor([position], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32), 0, out,
-        0, 1, 3, NO_WINDOW, 0,
+        torch.tensor([position], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32),
+        0, 0, 0, 0, 0, out, 0, 1, 3,
     )  # fmt: skip
-    want = _expected(q[0], k[0], v[0], position, NO_WINDOW, 0, None).flatten()
+    want = _expected(q[0], k[0], v[0], position, 0, None).flatten()
     place = fragments.packed_place(
         0, torch.arange(heads * dim), ProductShape(16, heads * dim, 1), 1
     )
