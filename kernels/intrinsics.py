@@ -233,7 +233,24 @@ def add_release(address: int, value: int) -> None:
 
 @op("r", "l", "ld.acquire.gpu.global.u32 $0, [$1];", memory=True)
 def load_acquire(address: int) -> int:
-    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
+    return emulator.poll_global(address)
+
+
+@op("r", "lr", "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", memory=True)
+def add_fetch(address: int, value: int) -> int:
+    """Add; the number before. Orders what this thread has seen before what whoever adds next sees."""
+    return emulator.atomic_add(address, value)
+
+
+@op("r", "l", "ld.global.nc.s32 $0, [$1];", volatile=True)
+def load_constant_i32(address: int) -> int:
+    """A number that nothing writes while this kernel runs (it may stay in the L1 cache)."""
+    return int(struct.unpack("<i", emulator.read_global(address, 4))[0])
+
+
+@op("l", "l", "ld.global.nc.s64 $0, [$1];", volatile=True)
+def load_constant_i64(address: int) -> int:
+    return int(struct.unpack("<q", emulator.read_global(address, 8))[0])
 
 
 @op(
@@ -313,11 +330,6 @@ def load_shared_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
 
 
-@op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
-def load_shared_f32x4(address: int) -> tuple[float, float, float, float]:
-    return struct.unpack("<4f", emulator.read_shared(address, 16))  # type: ignore[return-value]
-
-
 @op("f", "r", "ld.shared.f32 $0, [$1];", volatile=True)
 def load_shared_f32(address: int) -> float:
     return float(struct.unpack("<f", emulator.read_shared(address, 4))[0])
@@ -337,6 +349,17 @@ def store_shared_f32x2(address: int, a: float, b: float) -> None:
 def store_shared_f32_if(address: int, value: float, condition: int) -> None:
     if condition:
         emulator.write_shared(address, struct.pack("<f", value))
+
+
+@op(
+    "",
+    "rffr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.v2.f32 [$0], {$1,$2};}",
+    memory=True,
+)
+def store_shared_f32x2_if(address: int, a: float, b: float, condition: int) -> None:
+    if condition:
+        emulator.write_shared(address, struct.pack("<2f", a, b))
 
 
 @op("", "rr", "st.shared.u32 [$0], $1;", memory=True)
@@ -444,6 +467,12 @@ def store_shared_f32(address: int, value: float) -> None:
 @op("", "", "bar.sync 0;", memory=True)
 def sync_block() -> None:
     emulator.current().block.barrier.wait()
+
+
+@op("", "rr", "bar.sync $0, $1;", memory=True)
+def sync_some(name: int, num_threads: int) -> None:
+    """Wait at barrier `name` (1 to 15) until so many threads of the block have come to it."""
+    emulator.current().block.named_wait(name, num_threads)
 
 
 @op("", "", "bar.warp.sync 0xffffffff;", memory=True)
