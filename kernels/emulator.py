@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 _WAIT_S = 30.0
+_POLL_S = 0.001
 SHARED_BASE = 1024
 _RANK_SHIFT = 24
 _local = threading.local()
+_failed = threading.Event()
 
 
 class Warp:
@@ -74,6 +77,24 @@ class Block:
         self.warps = [Warp() for _ in range(num_threads // 32)]
         self.mbarriers: dict[int, MemoryBarrier] = {}
         self.lock = threading.Condition()
+        self.named: dict[int, threading.Barrier] = {}
+
+    def named_wait(self, name: int, num_threads: int) -> None:
+        """Wait at one of the block's further barriers until so many threads have come."""
+        with self.lock:
+            if name not in self.named:
+                self.named[name] = threading.Barrier(num_threads, timeout=_WAIT_S)
+            barrier = self.named[name]
+        assert barrier.parties == num_threads, f"barrier {name}: another number of threads"
+        barrier.wait()
+
+    def abort(self) -> None:
+        """Let nobody wait any more: a thread has failed."""
+        with self.lock:
+            for barrier in (self.barrier, *self.named.values()):
+                barrier.abort()
+        for warp in self.warps:
+            warp.barrier.abort()
 
 
 class Thread:
@@ -155,6 +176,14 @@ def atomic_add(address: int, value: int) -> int:
         old = int.from_bytes(read_global(address, 4), "little")
         write_global(address, ((old + value) & 0xFFFFFFFF).to_bytes(4, "little"))
         return old
+
+
+def poll_global(address: int) -> int:
+    """A number that another block may be about to change; a thread that asks again and again lets others run."""
+    if _failed.is_set():
+        raise threading.BrokenBarrierError
+    time.sleep(_POLL_S)
+    return int.from_bytes(read_global(address, 4), "little")
 
 
 def _shared(address: int, num_bytes: int) -> tuple[np.ndarray, int]:
@@ -273,8 +302,12 @@ def run(
     *,
     cluster: int = 1,
     shared_bytes: int = 0,
+    is_together: bool = False,
 ) -> None:
     """Run `kernel` over `grid` blocks of `num_threads`, one cluster after the other.
+
+    Args:
+        is_together: all clusters of a row of the grid run at a time, as they must where blocks wait for the whole grid.
 
     Raises:
         The first exception that a device thread raised.
@@ -282,25 +315,26 @@ def run(
     if grid[0] % cluster or num_threads % 32:
         raise ValueError(f"grid {grid} of {num_threads} threads cannot form clusters of {cluster}")
     for y in range(grid[1]):
-        for first in range(0, grid[0], cluster):
-            _run_cluster(kernel, grid, (first, y), num_threads, args, cluster, shared_bytes)
+        clusters = [
+            [
+                Block((first + rank, y), grid, rank, num_threads, shared_bytes)
+                for rank in range(cluster)
+            ]
+            for first in range(0, grid[0], cluster)
+        ]
+        for some in [clusters] if is_together else [[one] for one in clusters]:
+            _run_clusters(kernel, some, num_threads, args)
 
 
-def _run_cluster(
+def _run_clusters(
     kernel: Callable[..., None],
-    grid: tuple[int, int],
-    first: tuple[int, int],
+    clusters: list[list[Block]],
     num_threads: int,
     args: Sequence[Any],
-    cluster: int,
-    shared_bytes: int,
 ) -> None:
-    blocks = [
-        Block((first[0] + rank, first[1]), grid, rank, num_threads, shared_bytes)
-        for rank in range(cluster)
-    ]
-    arrived = threading.Barrier(num_threads * cluster, timeout=_WAIT_S)
+    arrived = [threading.Barrier(num_threads * len(blocks), timeout=_WAIT_S) for blocks in clusters]
     errors: list[BaseException] = []
+    all_blocks = [block for blocks in clusters for block in blocks]
 
     def body(thread: Thread) -> None:
         _local.thread = thread
@@ -310,14 +344,16 @@ def _run_cluster(
             errors.append(error)
         except BaseException as error:
             errors.insert(0, error)
-            arrived.abort()
-            for block in blocks:
-                block.barrier.abort()
-                for warp in block.warps:
-                    warp.barrier.abort()
+            _failed.set()
+            for barrier in arrived:
+                barrier.abort()
+            for block in all_blocks:
+                block.abort()
 
+    _failed.clear()
     threads = [
-        threading.Thread(target=body, args=(Thread(i, block, blocks, arrived),), daemon=True)
+        threading.Thread(target=body, args=(Thread(i, block, blocks, barrier),), daemon=True)
+        for blocks, barrier in zip(clusters, arrived, strict=True)
         for block in blocks
         for i in range(num_threads)
     ]
