@@ -110,6 +110,9 @@ class Thread:
         self.warp = block.warps[thread_id // 32]
         self._arrived = arrived
         self._has_arrived = False
+        # copies of the group that is still open, and of closed groups that have not landed
+        self.open_copies: list[tuple[int, bytes]] = []
+        self.copy_groups: list[list[tuple[int, bytes]]] = []
 
     def cluster_arrive(self) -> None:
         assert not self._has_arrived, "cluster barrier: arrived twice without a wait"
@@ -273,6 +276,24 @@ def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     if num_bytes % 16 or address % 16 or shared % 16:
         raise ValueError(f"bulk copy of {num_bytes} bytes must be aligned to 16 bytes")
     store_async(shared, read_global(address, num_bytes), barrier)
+
+
+def copy_async(shared: int, address: int, num_bytes: int) -> None:
+    current().open_copies.append((shared, read_global(address, num_bytes)))
+
+
+def copy_commit() -> None:
+    thread = current()
+    thread.copy_groups.append(thread.open_copies)
+    thread.open_copies = []
+
+
+def copy_wait(num_newest: int) -> None:
+    """Land this thread's copies but for those of its newest groups."""
+    groups = current().copy_groups
+    while len(groups) > num_newest:
+        for shared, data in groups.pop(0):
+            write_shared(shared, data)
 
 
 def store_async(address: int, data: bytes, barrier: int) -> None:

@@ -461,6 +461,54 @@ def store_shared_f32(address: int, value: float) -> None:
     emulator.write_shared(address, struct.pack("<f", value))
 
 
+@op("f", "r", "{.reg .b16 h; ld.shared.b16 h, [$1]; cvt.f32.f16 $0, h;}", volatile=True)
+def load_shared_half(address: int) -> float:
+    return _half(int.from_bytes(emulator.read_shared(address, 2), "little"))
+
+
+@op("rr", "r", "ld.shared.v2.u32 {$0,$1}, [$2];", volatile=True)
+def load_shared_32x2(address: int) -> tuple[int, int]:
+    return struct.unpack("<2I", emulator.read_shared(address, 8))  # type: ignore[return-value]
+
+
+@op("", "rrr", "st.shared.v2.u32 [$0], {$1,$2};", memory=True)
+def store_shared_32x2(address: int, a: int, b: int) -> None:
+    emulator.write_shared(address, struct.pack("<2I", a & 0xFFFFFFFF, b & 0xFFFFFFFF))
+
+
+def _matrices(address: int) -> list[list[int]]:
+    """Four 8x8 matrices of 16-bit values, each row of 16 bytes where one lane says: rows of 8 words of 16 bits."""
+    rows = emulator.current().warp.exchange(emulator.read_shared(address, 16))
+    return [list(struct.unpack("<8H", row)) for row in rows]
+
+
+@op("rrrr", "r", "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_matrices(address: int) -> Four:
+    """Four 8x8 matrices: lane 8m+r gives where row r of matrix m lies; lane 4r+c gets its columns 2c and 2c+1."""
+    rows = _matrices(address)
+    row, pair = divmod(emulator.current().lane, 4)
+    one, two, three, four = (
+        rows[8 * m + row][2 * pair] | rows[8 * m + row][2 * pair + 1] << 16 for m in range(4)
+    )
+    return one, two, three, four
+
+
+@op(
+    "rrrr",
+    "r",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];",
+    volatile=True,
+)
+def load_matrices_transposed(address: int) -> Four:
+    """As `load_matrices`, but lane 4c+r gets column c of rows 2r and 2r+1."""
+    rows = _matrices(address)
+    column, pair = divmod(emulator.current().lane, 4)
+    one, two, three, four = (
+        rows[8 * m + 2 * pair][column] | rows[8 * m + 2 * pair + 1][column] << 16 for m in range(4)
+    )
+    return one, two, three, four
+
+
 # --- barriers, bulk copies, kernel order -----------------------------------------------------------
 
 
@@ -580,6 +628,40 @@ def bulk_copy_to_ranks(shared: int, address: int, num_bytes: int, barrier: int, 
 def prefetch_l2(address: int, num_bytes: int) -> None:
     """Ask for memory to be brought into the L2 cache (a multiple of 16 bytes)."""
     emulator.read_global(address, num_bytes)
+
+
+@op("", "rl", "cp.async.cg.shared.global [$0], [$1], 16;", memory=True)
+def copy_async_16(shared: int, address: int) -> None:
+    """Start copying 16 bytes; this thread may read them after `copy_commit` and `copy_wait_*`, others of the warp after a barrier more."""
+    emulator.copy_async(shared, address, 16)
+
+
+@op(
+    "",
+    "rlr",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16;}",
+    memory=True,
+)
+def copy_async_16_if(shared: int, address: int, condition: int) -> None:
+    if condition:
+        emulator.copy_async(shared, address, 16)
+
+
+@op("", "", "cp.async.commit_group;", memory=True)
+def copy_commit() -> None:
+    """Close the group of this thread's copies since the last one."""
+    emulator.copy_commit()
+
+
+@op("", "", "cp.async.wait_group 1;", memory=True)
+def copy_wait_but_one() -> None:
+    """Wait for all groups of this thread's copies but the newest."""
+    emulator.copy_wait(1)
+
+
+@op("", "", "cp.async.wait_group 0;", memory=True)
+def copy_wait_all() -> None:
+    emulator.copy_wait(0)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------
@@ -747,6 +829,12 @@ def nearest_int(x: float) -> int:
 @op("r", "rr", "min.s32 $0, $1, $2;")
 def smaller(a: int, b: int) -> int:
     return min(a, b)
+
+
+@op("r", "rr", "mul.rn.f16x2 $0, $1, $2;")
+def mul_half2(a: int, b: int) -> int:
+    low, high = (_half_bits(_half(a >> s) * _half(b >> s)) for s in (0, 16))
+    return low | high << 16
 
 
 # --- across the warp -------------------------------------------------------------------------------
