@@ -30,6 +30,8 @@ from kernels.cuda_dense_parts import (
     silu_times,
     store_as_f64,
 )
+from kernels.cuda_linear import linear, linear_add, pack
+from kernels.cuda_linear import variants as product_variants
 from kernels.device_code import traced
 from kernels.intrinsics import (
     block_x,
@@ -59,6 +61,10 @@ from kernels.intrinsics import (
     wide,
 )
 from kernels.runtime import launch
+
+__all__ = [
+    "activate", "divergence", "embed_rows", "linear", "linear_add", "norm", "pack", "prepare_qkv", "relative_change", "variants",
+]  # fmt: skip
 
 _AT_ONCE = 4  # values of a thread that are loaded together
 _STRIDE = THREADS * _AT_ONCE
@@ -515,6 +521,6 @@ def _divergence() -> Variant:
 
 
 def variants() -> dict[str, Variant]:
-    """Every kernel here, by name."""
+    """Every kernel here and of the products, by name."""
     found = (_norm(), _activate(), _prepare(), _embed(), _change(), _divergence())
-    return {variant.name: variant for variant in found}
+    return {variant.name: variant for variant in found} | product_variants()

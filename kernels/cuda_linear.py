@@ -95,43 +95,65 @@ def linear_add(x: Tensor, weight: Packed, y: Tensor) -> None:
 
 def _multiply(x: Tensor, weight: Packed, y: Tensor, *, is_add: bool) -> None:
     assert x.is_contiguous() and y.is_contiguous(), "the kernel goes by addresses"
-    form: Form = weight.arrays
-    n = x.shape[0]
-    sizes = (
-        n, weight.num_out, weight.num_in, form.groups, form.num_tiles, int(is_add), int(weight.bias is not None),
-    )  # fmt: skip
-    fitting = [groups for groups in _DIRECT_GROUPS if form.groups <= groups]
-    if n <= 8 and fitting:
-        shape = direct_shape(form.kind, fitting[0])
-        blocks = min(form.num_tiles, MULTIPROCESSORS * shape.blocks_per_sm)
-        launch(
-            sliced(shape), (blocks, 1), weight.data, weight.scale, weight.bias, x, None, y, *sizes
-        )
+    fitting = [groups for groups in _DIRECT_GROUPS if weight.arrays.groups <= groups]
+    if x.shape[0] <= 8 and fitting:
+        multiply_directly(direct_shape(weight.arrays.kind, fitting[0]), x, weight, y, is_add)
         return
-    row_tiles = -(-n // 8)
-    planes = torch.empty(row_tiles * form.groups * 512, dtype=torch.int16, device=x.device)
+    multiply_staged(staged_shape(weight.arrays.kind, x.shape[0]), *stage(x), weight, y, is_add)
+
+
+def stage(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x split into planes of halves in the matrix unit's order, and what undoes the scale of each row's slices."""
+    n, num_in = x.shape
+    row_tiles, groups = -(-n // 8), -(-num_in // GROUP)
+    planes = torch.empty(row_tiles * groups * 512, dtype=torch.int16, device=x.device)
     inverse = torch.empty(n * SLICES, device=x.device)
-    launch(stage(), (row_tiles, SLICES), x, planes, inverse, n, weight.num_in, form.groups)
-    shape = staged_shape(form.kind, n)
-    grid = (-(-form.num_tiles // shape.tiles), -(-row_tiles // shape.columns))
-    launch(sliced(shape), grid, weight.data, weight.scale, weight.bias, planes, inverse, y, *sizes)
+    launch(_stage(), (row_tiles, SLICES), x, planes, inverse, n, num_in, groups)
+    return planes, inverse
+
+
+def multiply_directly(shape: Sliced, x: Tensor, weight: Packed, y: Tensor, is_add: bool) -> None:
+    """y = or += x W^T for up to 8 rows of x in fp32, with the kernel of `shape`."""
+    blocks = min(weight.arrays.num_tiles, MULTIPROCESSORS * shape.blocks_per_sm)
+    _launch_product(shape, (blocks, 1), x, None, weight, y, is_add)
+
+
+def multiply_staged(
+    shape: Sliced, planes: Tensor, inverse: Tensor, weight: Packed, y: Tensor, is_add: bool
+) -> None:  # fmt: skip
+    """y = or += x W^T for any number of rows of a staged x, with the kernel of `shape`."""
+    grid = (-(-weight.arrays.num_tiles // shape.tiles), -(-len(y) // (8 * shape.columns)))
+    _launch_product(shape, grid, planes, inverse, weight, y, is_add)
+
+
+def _launch_product(
+    shape: Sliced, grid: tuple[int, int], x: Tensor, inverse: Tensor | None, weight: Packed, y: Tensor, is_add: bool
+) -> None:  # fmt: skip
+    form: Form = weight.arrays
+    launch(
+        sliced(shape), grid, weight.data, weight.scale, weight.bias, x, inverse, y, len(y), weight.num_out,
+        weight.num_in, form.groups, form.num_tiles, int(is_add), int(weight.bias is not None),
+    )  # fmt: skip
 
 
 def direct_shape(kind: str, max_groups: int) -> Sliced:
     """For up to 8 rows."""
     is_small = max_groups == _DIRECT_GROUPS[0]
-    return Sliced(kind, 1, 1, 2 if is_small else 4, max_groups, 3 if is_small else 1)
+    chunk, blocks = (2, 3) if is_small else (4, 1)
+    if kind == "pair":
+        chunk, blocks = chunk // 2, min(blocks, 2)
+    return Sliced(kind, 1, 1, chunk, max_groups, blocks)
 
 
 def staged_shape(kind: str, n: int) -> Sliced:
     """For more rows."""
     if n <= 16:
-        return Sliced(kind, 1, 2, 2, blocks_per_sm=2)
-    return Sliced(kind, 2, 4, 1, blocks_per_sm=1) if n <= 64 else Sliced(kind, 4, 4, 1)
+        return Sliced(kind, 1, 2, 1, blocks_per_sm=1 if kind == "pair" else 2)
+    return Sliced(kind, 2 if n <= 64 or kind == "pair" else 4, 4, 1)
 
 
 @cache
-def stage() -> Variant:
+def _stage() -> Variant:
     """Splits x; see `make_stage_kernel`."""
     return Variant(name="stage_rows", function=make_stage_kernel(), args="lllrrr", num_threads=32)
 
@@ -153,7 +175,7 @@ def sliced(shape: Sliced) -> Variant:
 
 def variants() -> dict[str, Variant]:
     """Every kernel here, by name."""
-    found = [stage()]
+    found = [_stage()]
     for kind in GROUP_BYTES:
         found += [sliced(direct_shape(kind, groups)) for groups in _DIRECT_GROUPS]
         found += [sliced(staged_shape(kind, n)) for n in (16, 64, 256)]
