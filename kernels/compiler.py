@@ -98,9 +98,12 @@ def compile_ptx(variant: Variant) -> str:
     ptx = str(ptx).replace(entry.group(1), variant.name)
     ptx = ptx.replace(
         ".address_size 64\n",
-        ".address_size 64\n\n.extern .shared .align 128 .b8 dynamic_shared[];\n",
+        ".address_size 64\n\n.extern .shared .align 1024 .b8 dynamic_shared[];\n",
         1,
     )
+    if "wgmma." in ptx or "setmaxnreg." in ptx:
+        # instructions of this very architecture, which no later one promises to have
+        ptx = re.sub(r"^\.target sm_90$", ".target sm_90a", ptx, count=1, flags=re.M)
     return _with_launch_bound(ptx, variant)
 
 
@@ -303,10 +306,14 @@ class LlvmEmitter(Emitter):
         else:
             result_type = ir.LiteralStructType(outputs)
         function = ir.FunctionType(result_type, [self.llvm_kinds[kind] for kind in op.args])
+        free = len(op.returns) - op.tied
         constraints = ",".join(
             # several instructions may write a result before they read an argument
-            [f"=&{kind}" if op.text.count(";") > 1 else f"={kind}" for kind in op.returns]
-            + list(op.args)
+            [
+                f"=&{kind}" if op.text.count(";") > 1 and i < free else f"={kind}"
+                for i, kind in enumerate(op.returns)
+            ]
+            + [str(free + i) if i < op.tied else kind for i, kind in enumerate(op.args)]
             + (["~{memory}"] if op.touches_memory else [])
         )
         asm = ir.InlineAsm(function, op.text, constraints, side_effect=op.is_volatile)

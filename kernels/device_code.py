@@ -20,13 +20,17 @@ Kind = str
 
 @dataclass(frozen=True)
 class Op:
-    """One PTX instruction (or a short fixed sequence): `$0..` are results, then arguments."""
+    """One PTX instruction (or a short fixed sequence): `$0..` are results, then arguments.
+
+    The first `tied` arguments come in the registers of the last `tied` results.
+    """
 
     returns: str
     args: str
     text: str
     is_volatile: bool
     touches_memory: bool
+    tied: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,16 @@ def tracing(emitter: Emitter, function: Callable[..., Any], args: Sequence[Any])
 
 
 def op(
-    returns: str, args: str, text: str, *, volatile: bool = False, memory: bool = False
+    returns: str,
+    args: str,
+    text: str,
+    *,
+    volatile: bool = False,
+    memory: bool = False,
+    tied: int = 0,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a twin as the PTX instruction `text`."""
-    spec = Op(returns, args, text, volatile or memory, memory)
+    spec = Op(returns, args, text, volatile or memory, memory, tied)
 
     def mark(twin: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any) -> Any:

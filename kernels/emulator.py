@@ -28,18 +28,19 @@ _failed = threading.Event()
 
 
 class Warp:
-    """32 threads that exchange values."""
+    """32 threads (or the 128 of a warpgroup) that exchange values."""
 
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(32, timeout=_WAIT_S)
+    def __init__(self, size: int = 32) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=_WAIT_S)
         # Two sets: a thread may give to the next exchange while another still reads the last one.
-        self._given: list[list[Any]] = [[None] * 32, [None] * 32]
+        self._given: list[list[Any]] = [[None] * size, [None] * size]
         self._made: list[Any] = [None, None]
-        self._turns = [0] * 32
+        self._turns = [0] * size
 
     def collective(self, value: Any, make: Callable[[list[Any]], Any]) -> Any:
-        """Every lane gives a value; what one of them makes of all 32 goes to all."""
-        lane = current().lane
+        """Every thread gives a value; what one of them makes of all goes to all."""
+        lane = current().thread_id % self.size
         turn = self._turns[lane] & 1
         self._turns[lane] += 1
         self._given[turn][lane] = value
@@ -75,6 +76,7 @@ class Block:
         self.shared = np.full(SHARED_BASE + shared, 0xFF, dtype=np.uint8)
         self.barrier = threading.Barrier(num_threads, timeout=_WAIT_S)
         self.warps = [Warp() for _ in range(num_threads // 32)]
+        self.warpgroups = [Warp(128) for _ in range(num_threads // 128)]
         self.mbarriers: dict[int, MemoryBarrier] = {}
         self.lock = threading.Condition()
         self.named: dict[int, threading.Barrier] = {}
@@ -93,7 +95,7 @@ class Block:
         with self.lock:
             for barrier in (self.barrier, *self.named.values()):
                 barrier.abort()
-        for warp in self.warps:
+        for warp in (*self.warps, *self.warpgroups):
             warp.barrier.abort()
 
 

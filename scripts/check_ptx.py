@@ -110,7 +110,7 @@ def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         run = subprocess.run(
-            [ptxas, "-arch=sm_90", "-v", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            [ptxas, "-arch=sm_90a", "-v", str(source), "-o", str(Path(folder, "kernel.cubin"))],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
     if run.returncode:
