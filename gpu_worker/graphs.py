@@ -321,20 +321,26 @@ class DecodeRunner:
         overlapped = self._is_overlapped and not is_first
         kernel.launch(self.grids[name], args, stream, is_overlapped=overlapped)
 
+    def launch_begin(self, stream: int) -> None:
+        """Put the step's first kernel, which embeds the tokens, on a raw stream."""
+        spec, w = self.spec, self.weights
+        is_stored = spec.kv_format != "fp16"
+        own, per_loop = (self.exact_blocks, 1) if is_stored else (self.tables, self._max_blocks)
+        self._launch(
+            "begin", stream, self.tokens.data_ptr(), w.address("embed"), 0, self.x.data_ptr(),
+            self.squares.data_ptr(), self.positions.data_ptr(), self.row_info.data_ptr(),
+            own.data_ptr(), self.slots.data_ptr(), self.rope_table.data_ptr(), self.rope.data_ptr(),
+            w.address("0.norm1"), self.normed.data_ptr(), spec.loops, spec.loops, per_loop, 1.0,
+            is_first=True,
+        )  # fmt: skip
+
     def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
         """Put one whole step on a raw stream; `skip` leaves kernels out (to see their share of the time)."""
         spec, w = self.spec, self.weights
         x, squares, rows = self.x.data_ptr(), self.squares.data_ptr(), self.rows
         q, mixed, hidden = self.q.data_ptr(), self.mixed.data_ptr(), self.hidden.data_ptr()
         normed = self.normed.data_ptr()
-        is_stored = spec.kv_format != "fp16"
-        own, per_loop = (self.exact_blocks, 1) if is_stored else (self.tables, self._max_blocks)
-        self._launch(
-            "begin", stream, self.tokens.data_ptr(), w.address("embed"), 0, x, squares,
-            self.positions.data_ptr(), self.row_info.data_ptr(), own.data_ptr(), self.slots.data_ptr(),
-            self.rope_table.data_ptr(), self.rope.data_ptr(), w.address("0.norm1"), normed, spec.loops,
-            spec.loops, per_loop, 1.0, is_first=True,
-        )  # fmt: skip
+        self.launch_begin(stream)
         eps = spec.norm_eps
         for loop in range(spec.loops):
             for layer in range(spec.layers):
