@@ -66,6 +66,7 @@ from kernels.intrinsics import (
 from kernels.layout import NUM_SINKS
 
 _NO_WINDOW = 1 << 30
+_SM_BYTES = 228 * 1024  # of shared memory; the system keeps 1 KB of each block's
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,38 @@ class AttentionLaunch:
     def shared_bytes(self) -> int:
         results = STREAMS * self.shape.group * self.result_floats * 4
         return self.ring_bytes + results + 8 * self.num_warps * self.stages + 8
+
+
+def choose_launch(
+    shape: AttentionShape,
+    rows: int,
+    target: ProductShape | None = None,
+    column_tiles: int = 1,
+    *,
+    is_float_out: bool = False,
+    is_paged: bool = False,
+) -> tuple[AttentionLaunch, int]:
+    """How the streams of so many rows are spread, and the blocks for each multiprocessor. A row's bits are the same with all."""
+    units = rows * shape.units
+    if units <= 30:
+        cluster = 8 if shape.head_dim % 64 == 0 else 4
+        cluster, num_warps, stages, blocks = cluster, 16 // cluster, 4, 1
+    elif units <= 132:
+        cluster, num_warps, stages, blocks = 1, 8, 3, 1
+    else:
+        cluster, num_warps, stages, blocks = 1, 4, 3, 3 if shape.format == "int4" else 2
+    while True:
+        launch = AttentionLaunch(
+            shape, cluster, num_warps, stages, target, column_tiles, is_float_out, is_paged
+        )
+        if launch.shared_bytes <= _SM_BYTES // blocks - 1024:
+            return launch, blocks
+        if blocks > 1:
+            blocks -= 1
+        elif stages > 2:
+            stages -= 1
+        else:
+            num_warps //= 2
 
 
 # --- the kernel ------------------------------------------------------------------------------------

@@ -89,6 +89,9 @@ class FragmentCache:
         exact: uint8 (num_copies, layers, heads, 256 * head_dim), fp16 copies of the blocks that are being filled; with kind fp16 `stored`.
         exact_tables: int32 (num_slots, num_tables, max_blocks) which of them, -1 for none; with kind fp16 empty.
         head_dim: values per head.
+        sinks: uint8 (num_sinks, layers, heads, 16 * head_dim), fp16 copies of the first NUM_SINKS keys (NUM_SINKS, head_dim), then of
+            the values (head_dim, NUM_SINKS); None with kind fp16.
+        sink_of: int32 (num_blocks,) which of them belongs to a block, -1 for none; None with kind fp16.
     """
 
     kind: str
@@ -96,6 +99,8 @@ class FragmentCache:
     exact: Tensor
     exact_tables: Tensor
     head_dim: int
+    sinks: Tensor | None = None
+    sink_of: Tensor | None = None
 
 
 @dataclass(slots=True)
