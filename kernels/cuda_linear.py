@@ -22,6 +22,7 @@ from kernels.cuda_linear_parts import (
     make_sliced,
     make_stage_kernel,
 )
+from kernels.cuda_linear_tiled import Tiled, make_tiled
 from kernels.layout import Packed
 from kernels.runtime import launch
 
@@ -115,23 +116,28 @@ def stage(x: Tensor) -> tuple[Tensor, Tensor]:
 def multiply_directly(shape: Sliced, x: Tensor, weight: Packed, y: Tensor, is_add: bool) -> None:
     """y = or += x W^T for up to 8 rows of x in fp32, with the kernel of `shape`."""
     blocks = min(weight.arrays.num_tiles, MULTIPROCESSORS * shape.blocks_per_sm)
-    _launch_product(shape, (blocks, 1), x, None, weight, y, is_add)
+    _launch_product(sliced(shape), (blocks, 1), x, None, weight, y, is_add)
 
 
 def multiply_staged(
-    shape: Sliced, planes: Tensor, inverse: Tensor, weight: Packed, y: Tensor, is_add: bool
-) -> None:  # fmt: skip
+    shape: Sliced | Tiled, planes: Tensor, inverse: Tensor, weight: Packed, y: Tensor, is_add: bool
+) -> None:
     """y = or += x W^T for any number of rows of a staged x, with the kernel of `shape`."""
-    grid = (-(-weight.arrays.num_tiles // shape.tiles), -(-len(y) // (8 * shape.columns)))
-    _launch_product(shape, grid, planes, inverse, weight, y, is_add)
+    num_tiles, num_columns = weight.arrays.num_tiles, -(-len(y) // 8)
+    if isinstance(shape, Tiled):
+        grid = -(-num_columns // shape.block_columns), -(-num_tiles // shape.block_tiles)
+        _launch_product(tiled(shape), grid, planes, inverse, weight, y, is_add)
+        return
+    grid = -(-num_tiles // shape.tiles), -(-num_columns // shape.columns)
+    _launch_product(sliced(shape), grid, planes, inverse, weight, y, is_add)
 
 
 def _launch_product(
-    shape: Sliced, grid: tuple[int, int], x: Tensor, inverse: Tensor | None, weight: Packed, y: Tensor, is_add: bool
+    variant: Variant, grid: tuple[int, int], x: Tensor, inverse: Tensor | None, weight: Packed, y: Tensor, is_add: bool
 ) -> None:  # fmt: skip
     form: Form = weight.arrays
     launch(
-        sliced(shape), grid, weight.data, weight.scale, weight.bias, x, inverse, y, len(y), weight.num_out,
+        variant, grid, weight.data, weight.scale, weight.bias, x, inverse, y, len(y), weight.num_out,
         weight.num_in, form.groups, form.num_tiles, int(is_add), int(weight.bias is not None),
     )  # fmt: skip
 
@@ -167,6 +173,21 @@ def sliced(shape: Sliced) -> Variant:
         function=make_sliced(shape),
         args=_PRODUCT_ARGS,
         num_threads=32 * SLICES,
+        shared_bytes=shape.shared_bytes,
+        blocks_per_sm=shape.blocks_per_sm,
+        constants=(shape,),
+    )
+
+
+@cache
+def tiled(shape: Tiled) -> Variant:
+    """The product of `shape`; see `make_tiled`."""
+    rows, columns = 16 * shape.block_tiles, 8 * shape.block_columns
+    return Variant(
+        name=f"product_{shape.kind}_{rows}x{columns}_tiled",
+        function=make_tiled(shape),
+        args=_PRODUCT_ARGS,
+        num_threads=shape.num_threads,
         shared_bytes=shape.shared_bytes,
         blocks_per_sm=shape.blocks_per_sm,
         constants=(shape,),

@@ -196,33 +196,28 @@ def load_words(kind: str) -> int:
     return GROUP_BYTES[kind] // 128
 
 
-def unpack_weights(kind: str, words: Any) -> list[list[Any]]:
-    """planes[plane][step] = the four registers of A."""
+def unpack_weights(kind: str, words: Any, step: int) -> list[Any]:
+    """The registers of A, for each plane, of one of the group's two steps."""
     if kind != "int8":
-        return [
-            [words[8 * plane + 4 * step : 8 * plane + 4 * step + 4] for step in range(2)]
-            for plane in range(len(words) // 8)
-        ]
+        return [words[i + 4 * step :][:4] for i in range(0, len(words), 8)]
     # 0x64uu is the half 1024 + u, and u is the number plus 128
-    halves = [
-        sub_half2(byte_permute(word, 0x64646464, selector), 0x64806480)
-        for word in words
-        for selector in (0x4140, 0x4342)
+    return [
+        [
+            sub_half2(byte_permute(word, 0x64646464, selector), 0x64806480)
+            for word in words[2 * step : 2 * step + 2]
+            for selector in (0x4140, 0x4342)
+        ]
     ]
-    return [[halves[:4], halves[4:]]]
 
 
-def accumulate(acc: Any, weights: Any, x: Any) -> None:
-    """acc[tile][column] += one group, both planes. weights[tile][plane][step], x[column][plane] (four registers)."""
-    for step in range(2):
-        both = slice(2 * step, 2 * step + 2)
-        for w_plane, x_plane in ((0, 0), (0, 1), (1, 0)):
-            for tile, planes in enumerate(weights):
-                if w_plane < len(planes):
-                    for column, halves in enumerate(x):
-                        acc[tile][column] = mma(
-                            *acc[tile][column], *planes[w_plane][step], *halves[x_plane][both]
-                        )
+def accumulate(acc: Any, weights: Any, x: Any, step: int) -> None:
+    """acc[tile][column] += one step of 16 columns, of all planes. weights[tile][plane], x[column][plane] with both steps."""
+    for w_plane, x_plane in ((0, 0), (0, 1), (1, 0)):
+        for tile, planes in enumerate(weights):
+            if w_plane < len(planes):
+                for column, halves in enumerate(x):
+                    pair = halves[x_plane][2 * step : 2 * step + 2]
+                    acc[tile][column] = mma(*acc[tile][column], *planes[w_plane], *pair)
 
 
 @traced()
@@ -333,10 +328,10 @@ def make_sliced(shape: Sliced) -> Any:
                     for c in range(columns)
                 ]
             own = [
-                unpack_weights(kind, weights[(i * tiles + t) * words : (i * tiles + t + 1) * words])
-                for t in range(tiles)
+                weights[(i * tiles + t) * words : (i * tiles + t + 1) * words] for t in range(tiles)
             ]
-            accumulate(sums, own, parts)
+            for step in range(2):
+                accumulate(sums, [unpack_weights(kind, w, step) for w in own], parts, step)
         return tuple(value for row in sums for part in row for value in part)
 
     @traced("f" * (2 * columns))
