@@ -30,6 +30,7 @@ log = logging.getLogger("gpu_worker")
 
 DEMO = Path(__file__).parent / "data" / "demo.tinyloop"
 DEFAULT_MAX_SEQ_LEN = 2048
+COMPUTE_CAPABILITY = (9, 0)
 
 
 def load(settings: Settings) -> Loaded:
@@ -66,6 +67,7 @@ def load(settings: Settings) -> Loaded:
         h_mode_fp16_attn_qkv=settings.h_mode_fp16_attn_qkv,
         commit=settings.commit,
         hf_home=settings.hf_home or "",
+        is_graphed=device == "cuda",
     )
     log.info("loading %s; the first start also compiles the CPU kernels", artifact.config.name)
     engine = Engine(artifact, options)
@@ -75,15 +77,27 @@ def load(settings: Settings) -> Loaded:
 
 
 def _device(settings: Settings) -> str:
-    """cpu or cuda; `auto` takes the GPU once `kernels.cuda` joins the GPU kernels to the engine."""
+    """cpu or cuda; `auto` takes a GPU that the kernels are made for, if what compiles them is installed."""
+    lacking = "" if settings.device == "cpu" else _missing_for_cuda()
+    if settings.device == "cuda" and lacking:
+        raise BadSetting("TINYLOOP_DEVICE", "cuda", f"cpu or auto: {lacking}")
+    if lacking:
+        log.info("serving on the CPU: %s", lacking)
+    return "cpu" if settings.device == "cpu" or lacking else "cuda"
+
+
+def _missing_for_cuda() -> str:
+    """Why this process cannot run on a GPU, "" if it can."""
     import torch
 
-    has_cuda = find_spec("kernels.cuda") is not None and torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise BadSetting(
-            "TINYLOOP_DEVICE", "cuda", "cpu or auto: no usable GPU, or no kernels for it"
-        )
-    return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
+    if not torch.cuda.is_available():
+        return "this PyTorch finds no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != COMPUTE_CAPABILITY:
+        return f"the kernels are for compute capability 9.0, this GPU has {major}.{minor}"
+    if find_spec("numba_cuda") is None:
+        return "numba-cuda is not installed (pip install -r requirements-cuda.txt)"
+    return ""
 
 
 def warm_up(engine: EngineFace) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgpack
 import torch
@@ -17,14 +18,19 @@ from torch import Tensor
 from gpu_worker import limits, sampler, speculative
 from gpu_worker.artifact import Artifact, model_card
 from gpu_worker.batch import Batch, Work
+from gpu_worker.decode_graphs import BUCKETS
 from gpu_worker.drawing import Drawing, draw
 from gpu_worker.exits import is_sequential
+from gpu_worker.graphed_model import GraphedModel
 from gpu_worker.kv_cache import KVCache
+from gpu_worker.kv_sizes import is_absorbed
 from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
+from gpu_worker.plain_decode import Flight, PlainDecode
 from gpu_worker.prefixes import PrefixStore
 from gpu_worker.sequence import Sequence
 from gpu_worker.speculative import Guess
+from kernels import runtime
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import HeldPrefix, Run, SequenceOutput, TokenLogprob, Tokens
 
@@ -67,17 +73,27 @@ class Engine:
         config = artifact.config
         self._clock = clock
         self.artifact = artifact
-        self.options = limits.resolve(config, options)
+        if options.device == "cuda" and options.build_dir:
+            runtime.set_build_dir(Path(options.build_dir) / "ptx")
+        weight_bytes = sum(tensor.nbytes for tensor in artifact.tensors().values())
+        self.options = limits.resolve(config, options, weight_bytes)
         torch.set_num_threads(options.threads)
         keeps_inputs = options.kv_format in ("h", "h_int4")
-        self.model = Model(
+        make_model = GraphedModel if options.is_graphed else Model
+        self.model = make_model(
             config, artifact.tensors(), options.device, keeps_inputs, options.h_mode_fp16_attn_qkv
         )
         self.model.ops.set_threads(options.threads)
         self.cache = KVCache(
             config, self.options.num_blocks, options.max_rows, self.options.max_seq_len, options.kv_format,
-            options.kv_share, limits.num_copies(config, options), self.model.device,
+            options.kv_share, limits.num_copies(config, options), self.model.device, options.is_graphed,
         )  # fmt: skip
+        self._plain: PlainDecode | None = None
+        self._flight: Flight | None = None
+        if isinstance(self.model, GraphedModel):
+            self.model.bind(self.cache, max(BUCKETS))
+            if not keeps_inputs or is_absorbed(config):
+                self._plain = PlainDecode(self.model)
         self._bytes_per_token = self.cache.bytes_per_token(
             config.loop.default, self.options.max_seq_len
         )
@@ -157,11 +173,16 @@ class Engine:
         self._waiting.clear()
         for sequence in list(self._running):
             self._end(sequence)
+        self._flight = None
         self._result = StepResult()
 
     def has_work(self) -> bool:
         return bool(
-            self._running or self._waiting or self._result.outputs or self._result.dropped_prefixes
+            self._running
+            or self._waiting
+            or self._result.outputs
+            or self._result.dropped_prefixes
+            or self._flight is not None
         )
 
     def step(self) -> StepResult:
@@ -169,8 +190,14 @@ class Engine:
         began = self._clock()
         self._start_waiting()
         works = self._find_blocks(self._plan())
-        if works:
-            self._run(works)
+        if self._plain is not None and self._plain.can_run(works, self._is_guessing):
+            self._run_ahead(self._plain, works)
+        else:
+            if self._flight is not None:
+                self._land()
+                works = self._find_blocks(self._plan())
+            if works:
+                self._run(works)
         result, self._result = self._result, StepResult()
         result.cached_positions = sum(s.num_computed for s in self._running)
         result.step_ms = 1000 * (self._clock() - began)
@@ -234,8 +261,12 @@ class Engine:
                 budget -= end - sequence.num_computed
             if end > sequence.num_computed:
                 works.append(Work(sequence, sequence.num_computed, end))
-        is_paying = len(self._running) <= self.options.max_speculating
-        return speculative.with_guesses(works, self.model, self.cache, is_paying)
+        return speculative.with_guesses(works, self.model, self.cache, self._is_guessing)
+
+    @property
+    def _is_guessing(self) -> bool:
+        """Whether guesses pay: with more sequences their rows cost more than they bring."""
+        return len(self._running) <= self.options.max_speculating
 
     def _find_blocks(self, works: list[Work]) -> list[Work]:
         """Extends the tables of the planned sequences, oldest first; who finds no room makes the youngest leave."""
@@ -308,6 +339,36 @@ class Engine:
             draw(self.model.ops, logits, drawings)
         for drawing in drawings:
             self._hand_out(drawing)
+
+    @torch.inference_mode()
+    def _run_ahead(self, plain: PlainDecode, works: list[Work]) -> None:
+        """Puts a plain step on the device, then takes the tokens of the one before."""
+        flight = plain.launch(works, self._flight)
+        for work in works:
+            sequence = work.sequence
+            sequence.num_computed = work.end
+            sequence.core_loops += sequence.params.loops
+            self.cache.settle(sequence.slot, work.end)
+            self.cache.fold(sequence.slot, work.end)
+        self._land()
+        self._flight = flight
+
+    def _land(self) -> None:
+        """Takes the tokens of the flight, if there is one; those of sequences that have left meanwhile count for nothing."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        self._result.num_rows = len(flight.sequences)
+        self._result.core_passes = flight.core_passes
+        self._totals["core_passes"] += flight.core_passes
+        running = set(map(id, self._running))
+        for sequence, token in zip(flight.sequences, flight.wait(), strict=True):
+            sequence.pending -= 1
+            if id(sequence) in running:
+                reason = sequence.append(token)
+                self._report(sequence, [token], [], reason)
+                if reason:
+                    self._end(sequence)
 
     def _take(self, work: Work, batch: Batch, part: slice) -> bool:
         """The tokens of a plain work are in the cache; whether the next one is to be drawn."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from kernels import attention, fragments, linear, step
 from kernels.attention import AttentionLaunch, AttentionShape
 from kernels.compiler import Variant
-from kernels.fragments import RANKS, ProductShape
+from kernels.fragments import ProductShape
 from kernels.launch import Library
 from kernels.linear import CLUSTERS, HeadShape, Launch
+from kernels.linear_wide import WideLaunch
 
 _BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
 _SHARE_BYTES = 109 * 1024  # of those, weights
@@ -73,30 +74,47 @@ CHECKED_SPECS = {
 }
 
 
-def launches_to_try(spec: DecodeSpec, rows: int) -> dict[str, dict[str, Launch | AttentionLaunch]]:
+def launches_to_try(
+    spec: DecodeSpec, rows: int
+) -> dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]]:
     """Other launch shapes worth a measurement, by name (`scripts/gpu_check.py --try`)."""
     shapes, tiles = product_shapes(spec), column_tiles_for(rows)
-    one = 1 if rows == 1 else 0
+    names = ("qkv", "o", "gate_up", "down")
+    best = {name: wide_launch(shapes[name], tiles) for name in names}
+    head = head_launch(shapes["head"], tiles, rows)
 
-    def attend(cluster: int, warps: int, stages: int) -> dict[str, Launch | AttentionLaunch]:
-        launch = AttentionLaunch(spec.attention, cluster, warps, stages, shapes["o"], tiles)
-        return {"attention": launch}
+    def all_with(**changes: Any) -> dict[str, Launch | WideLaunch | AttentionLaunch]:
+        return {name: replace(launch, **changes) for name, launch in best.items()}
 
-    if rows <= 8:
-        return {
-            "attention on 2 blocks": attend(2, 4, 3),
-            "attention on 4 blocks": attend(4, 4, 3),
-            "gate_up in 4 rounds": {
-                "gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 2, one)
-            },
-            "gate_up in 4 rounds, 3 stages": {
-                "gate_up": Launch(shapes["gate_up"], 9, 9, tiles, True, 3, one)
-            },
+    def of(name: str, **changes: Any) -> dict[str, Launch | WideLaunch | AttentionLaunch]:
+        return {name: _deepest(replace(best[name], stages=1, **changes), _BLOCK_BYTES)}
+
+    found = (
+        {
+            "no L2 prefetch": all_with(is_prefetched=False),
+            "x shared by 2": all_with(shares=2),
         }
-    return {
-        "attention with 8 warps": attend(1, 8, 3),
-        "gate_up in 7 rounds": {"gate_up": Launch(shapes["gate_up"], 6, 6, tiles, True, 2)},
-    }
+        if tiles > 1
+        else {name: of(name) for name in names}
+    )
+    if tiles == 8:
+        found |= {
+            "gate_up, 8 warps": of("gate_up", warps=4),
+            "gate_up, x shared by 2": of("gate_up", shares=2),
+            "qkv, x shared by 2": of("qkv", shares=2),
+            "qkv, 4 tiles": of("qkv", tiles=4),
+            "o, x shared by 2": of("o", shares=2),
+            "o, x shared by 4": of("o", shares=4),
+            "o, 4 tiles": of("o", tiles=4),
+            "o, 8 warps": of("o", column_warps=8),
+            "down, x shared by 2": of("down", shares=2),
+            "down, 8 warps": of("down", column_warps=4),
+            "gate_up, deep ring": {"gate_up": _deepest(best["gate_up"], _SM_BYTES)},
+        }
+        assert isinstance(head, WideLaunch)
+        found["head, 8 warps"] = {"head": replace(head, warps=4)}
+        found["head, no L2 prefetch"] = {"head": replace(head, is_prefetched=False)}
+    return found
 
 
 def product_shape(n: int, k: int) -> ProductShape:
@@ -113,34 +131,64 @@ def product_shape(n: int, k: int) -> ProductShape:
     return ProductShape(n, k, group, sub_slices)
 
 
-def product_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
+def product_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch | WideLaunch:
     """The launch for up to 8 x column_tiles rows (one row has its own, with room for one)."""
+    if column_tiles > 1:
+        return wide_launch(shape, column_tiles)
     tiles = shape.group
     max_rows = 1 if rows == 1 else 0
     chains = tiles * shape.sub_slices
     num_warps = chains if shape.sub_slices > 1 else max(w for w in range(1, 11) if chains % w == 0)
     push = Launch(shape, tiles, num_warps, column_tiles, True, 1, max_rows)
-    if push.shared_bytes <= _BLOCK_BYTES:
-        return push
-    pull = replace(push, is_push=False, max_rows=0)
-    if column_tiles <= 2 and pull.shared_bytes <= _BLOCK_BYTES:
-        return pull
-    if shape.num_tiles > 24 * CLUSTERS and shape.sub_slices == 1:
-        # Too much for one block each: rounds through a ring.
-        return Launch(shape, 9, 9, column_tiles, True, 2)
-    # One block a multiprocessor, all in one wave.
-    tiles = -(-shape.num_tiles // CLUSTERS)
-    if shape.sub_slices > 1:
-        return Launch(shape, tiles, tiles * shape.sub_slices, column_tiles, False)
-    tiles += tiles % 2
-    push = Launch(shape, tiles, tiles // 2, column_tiles, True)
-    return push if push.shared_bytes <= _SM_BYTES else replace(push, is_push=False)
+    return push if push.shared_bytes <= _BLOCK_BYTES else replace(push, is_push=False, max_rows=0)
 
 
-def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch:
+def wide_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
+    """The launch for 16 to 64 rows: one wave of blocks, each with room beside it for the next kernel's."""
+    steps = 4 if shape.k_steps % 4 == 0 else 2
+    parts = WideLaunch(shape, 1, 1, 1, column_tiles, 1, steps).parts
+    most = {2: 66, 4: 31}.get(parts, CLUSTERS)  # clusters that run at a time
+    tiles = next((t for t in (2, 4, 6, 8) if -(-shape.n // (16 * t)) <= most), 8)
+    warps, column_warps = _wide_warps(tiles, column_tiles, parts)
+    launch = WideLaunch(shape, tiles, warps, column_warps, column_tiles, 1, steps)
+    return _deepest(launch, _BLOCK_BYTES)
+
+
+def _wide_warps(tiles: int, column_tiles: int, parts: int) -> tuple[int, int]:
+    """Over how many warps the tiles and the columns are spread: about 4 in all, with the least shared memory traffic."""
+    ways = [
+        (warps, column_warps)
+        for warps in range(1, tiles + 1)
+        for column_warps in (1, 2, 4, 8)
+        if tiles % warps == 0
+        and column_tiles % column_warps == 0
+        and tiles * column_tiles // (warps * column_warps) % parts == 0
+    ]
+    return min(
+        ways,
+        key=lambda way: (
+            abs(way[0] * way[1] - 4),
+            way[0] / tiles + 2 * way[1] / column_tiles,
+        ),
+    )
+
+
+def _deepest(launch: WideLaunch, most_bytes: int) -> WideLaunch:
+    """`launch` with as many ring stages as fit."""
+    stages = range(launch.block_steps, 1, -1)
+    deep = (replace(launch, stages=n) for n in stages)
+    return next(one for one in deep if one.shared_bytes <= most_bytes)
+
+
+def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch | WideLaunch:
     """The head: rounds through a ring, on the whole device."""
-    stages = {1: 4, 2: 4, 4: 3, 8: 2}[column_tiles]
-    return Launch(shape, shape.group, 8, column_tiles, True, stages, 1 if rows == 1 else 0)
+    if column_tiles == 1:
+        return Launch(shape, shape.group, 8, 1, True, 4, 1 if rows == 1 else 0)
+    warps, column_warps = _wide_warps(shape.group, column_tiles, 2)
+    launch = WideLaunch(
+        shape, shape.group, warps, column_warps, column_tiles, 1, 4, is_x_kept=True, max_clusters=66
+    )
+    return _deepest(launch, _SM_BYTES)
 
 
 def product_shapes(spec: DecodeSpec) -> dict[str, ProductShape]:
@@ -178,12 +226,12 @@ def column_tiles_for(rows: int) -> int:
 def step_kernels(
     spec: DecodeSpec,
     rows: int,
-    instead: Mapping[str, Launch | AttentionLaunch] | None = None,
+    instead: Mapping[str, Launch | WideLaunch | AttentionLaunch] | None = None,
 ) -> tuple[dict[str, Variant], dict[str, tuple[int, int]]]:
     """The kernels of a step of `rows` rows, and their grids; `instead` has launches to try for single products."""
     column_tiles = column_tiles_for(rows)
     shapes = product_shapes(spec)
-    cut = {
+    cut: dict[str, Launch | WideLaunch] = {
         name: (head_launch if name == "head" else product_launch)(shape, column_tiles, rows)
         for name, shape in shapes.items()
     }
@@ -204,7 +252,9 @@ def step_kernels(
         "head": linear.store_product("head", cut["head"], is_normed=True),
     }
     chunks = -(-rows // (8 * column_tiles))
-    grids = {name: (launch.clusters * RANKS, chunks) for name, launch in cut.items()}
+    grids = {
+        name: (launch.clusters * variants[name].cluster, chunks) for name, launch in cut.items()
+    }
     grids["begin"] = (rows, 1)
     grids["attention"] = (rows * spec.attention.units * attend.cluster, 1)
     return variants, grids
@@ -281,7 +331,7 @@ class DecodeRunner:
         library: Library,
         *,
         is_overlapped: bool = True,
-        instead: Mapping[str, Launch | AttentionLaunch] | None = None,
+        instead: Mapping[str, Launch | WideLaunch | AttentionLaunch] | None = None,
     ) -> None:
         spec = weights.spec
         self.spec, self.weights, self.cache, self.rows = spec, weights, cache, rows
@@ -359,7 +409,7 @@ class DecodeRunner:
                         "attention", stream, q, exact, self.exact_blocks.data_ptr(),
                         spec.exact_block_bytes, stored, spec.stored_block_bytes, self.tables.data_ptr(),
                         self.positions.data_ptr(), self.row_info.data_ptr(), 0, 0, 0, 0, 0, mixed,
-                        loop, spec.loops, self._max_blocks,
+                        sinks, sink_of, self.cache.sinks.stride(0), loop, spec.loops, self._max_blocks,
                     )  # fmt: skip
                 if "o" not in skip:
                     self._launch(

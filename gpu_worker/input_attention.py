@@ -54,7 +54,7 @@ class InputAttention:
         self._arch = config.arch
         self._weights, self._ops, self._is_half = weights, ops, is_half
         self._tensors = tensors
-        self._is_absorbed = is_absorbed(config)
+        self.is_absorbed = is_absorbed(config)
         stages = (("prelude", weights.prelude), ("core", weights.core), ("coda", weights.coda))
         self._layers = {
             id(layer): self._fold(f"{stage}.{i}.attn")
@@ -68,7 +68,7 @@ class InputAttention:
         self._ops.store_inputs(x, cache.paged, layer.index, paging)
         folded = self._layers[id(layer)]
         q: Tensor = self._ops.linear(x, folded.q)
-        if self._is_absorbed:
+        if self.is_absorbed:
             return self._absorbed(layer, folded, q, cache.paged, paging)
         return self._rebuilt(layer, folded, q, cache.paged, paging)
 
@@ -187,7 +187,7 @@ class InputAttention:
         q = pack(self._matrix(f"{at}.q"), self._bias(f"{at}.q"))
         keys, values = self._matrix(f"{at}.k"), self._matrix(f"{at}.v")
         key_bias, value_bias = self._bias(f"{at}.k"), self._bias(f"{at}.v")
-        if not self._is_absorbed:
+        if not self.is_absorbed:
             bias = None
             if key_bias is not None or value_bias is not None:
                 none = keys.new_zeros(arch.kv_dim)

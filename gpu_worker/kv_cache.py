@@ -95,6 +95,8 @@ class KVCache:
         kv_format, kv_share: see `kv_sizes`.
         num_copies: exact copies of blocks, in formats that need them; no more than `num_blocks` are ever used.
         device: where the blocks are; the host keeps the tables and tells the device.
+        has_spare: one more slot, `spare_slot`, for rows that are there to fill up a batch: all its tables name one block of its own, whose
+            content means nothing.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class KVCache:
         kv_share: str = "per_loop",
         num_copies: int | None = None,
         device: torch.device = CPU,
+        has_spare: bool = False,
     ) -> None:
         self.num_extra_tables = extra_tables(config)
         self.num_tables = self.num_extra_tables + config.loop.hard_max
@@ -117,18 +120,28 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.copies = BlockPool(min(num_copies or num_blocks, num_blocks))
         self.sinks = BlockPool(num_blocks)
-        shape = (num_slots, self.num_tables, self.max_blocks)
+        self.spare_slot = num_slots
+        shape = (num_slots + has_spare, self.num_tables, self.max_blocks)
         has_copies = self.form.has_copies
         self._mirrors = [
             Mirror(shape, device),
             Mirror(shape if has_copies else (0, 0, 0), device),
-            Mirror((num_blocks if has_copies else 0,), device),
+            Mirror((num_blocks + has_spare if has_copies else 0,), device),
         ]
         self._tables, self._copy_tables, self._sink_of = (mirror.host for mirror in self._mirrors)
         self._block_tables, copy_tables, sink_of = (mirror.tensor for mirror in self._mirrors)
         self.paged = make_store(
-            self.form, num_blocks, self.copies.num_blocks, copy_tables, sink_of, device
+            self.form,
+            num_blocks + has_spare,
+            self.copies.num_blocks + has_spare,
+            copy_tables,
+            sink_of,
+            device,
         )
+        if has_spare:
+            self._tables[num_slots] = num_blocks
+            self._copy_tables[num_slots:] = self.copies.num_blocks
+            self._touch()
         if has_copies:
             self.pool.on_free = self._free_sinks
         self._num_blocks = np.zeros(num_slots, dtype=np.int64)  # per table of the slot's sequence

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from gpu_worker.kv_sizes import h_group
 from gpu_worker.model_config import ModelConfig
-from kernels.layout import BLOCK_SIZE, NUM_SINKS, CutCache, PagedCache
+from kernels import cuda_fragments
+from kernels.layout import BLOCK_SIZE, NUM_SINKS, CutCache, FragmentCache, PagedCache
 
+Store = PagedCache | CutCache | FragmentCache
 LANES = 16  # fp32 values per head are padded to a multiple of this
 _KINDS = {"fp16": "fp16", "int8": "int8", "int4": "int4", "h": "fp16", "h_int4": "int4"}
 _DTYPES = {"fp16": np.int16, "int8": np.int8, "int4": np.uint8}
@@ -90,9 +92,13 @@ def form_of(config: ModelConfig, kv_format: str) -> Form:
 
 def make_store(
     form: Form, num_blocks: int, num_copies: int, exact_tables: Tensor, sink_of: Tensor, device: torch.device
-) -> PagedCache | CutCache:  # fmt: skip
+) -> Store:  # fmt: skip
     """Zeroed tensors on `device` for that many blocks and exact copies of them; the tables go into the cache as they are."""
     at = (form.layers, form.heads)
+    if device.type == "cuda" and has_fragments(form):
+        return cuda_fragments.make_cache(
+            form.kind, num_blocks, num_copies, form.layers, form.heads, form.dim, exact_tables, sink_of, device
+        )  # fmt: skip
 
     def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:
         zeros = torch.from_numpy(np.zeros(shape if device.type == "cpu" else 0, dtype=dtype))
@@ -126,18 +132,29 @@ def make_store(
     )
 
 
-def copy_blocks(store: PagedCache | CutCache, source: Tensor, target: Tensor) -> None:
+def has_fragments(form: Form) -> bool:
+    """Whether the GPU's kernels have a faster layout for these blocks than the general one."""
+    return form.kind == "fp16" and form.has_keys and form.dim % 32 == 0 and form.dim <= 256
+
+
+def copy_blocks(store: Store, source: Tensor, target: Tensor) -> None:
     """Copies whole blocks (ids, int64) in their stored form."""
+    if isinstance(store, FragmentCache):
+        cuda_fragments.copy_blocks(store, source, target)
+        return
     for stored in _stored(store):
         if len(stored):
             stored[target] = stored[source]
 
 
 def copy_place(
-    store: PagedCache | CutCache, offset: int, blocks: list[int], copies: list[int], sunk: list[int]
+    store: Store, offset: int, blocks: list[int], copies: list[int], sunk: list[int]
 ) -> None:
     """Copies one position of the first of `blocks` to the others, in every form; `copies` and `sunk` are their exact copies and sinks, if
     they have any."""
+    if isinstance(store, FragmentCache):
+        cuda_fragments.copy_place(store, offset, blocks, copies, sunk)
+        return
     source, *targets = blocks
     keys, values, *scales = _stored(store)
     if len(keys):
@@ -159,9 +176,12 @@ def copy_place(
 
 
 def move_places(
-    store: PagedCache | CutCache, source: int, target: int, blocks: Tensor, copies: Tensor | None
+    store: Store, source: int, target: int, blocks: Tensor, copies: Tensor | None
 ) -> None:
     """Copies offset `source` of blocks[0] to offset `target` of blocks[1], ids (2, n), and the same in their exact copies."""
+    if isinstance(store, FragmentCache):
+        cuda_fragments.move_places(store, source, target, blocks, copies)
+        return
     keys, values, *scales = _stored(store)
     by_column = [(part, blocks) for part in (keys, *scales)]
     by_line = [(values, blocks)]

@@ -14,16 +14,26 @@ from typing import Any
 import numba
 import torch
 
+import kernels
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.exits import has_exit, is_sequential
 from gpu_worker.kv_cache import extra_tables
-from gpu_worker.kv_sizes import is_absorbed, mode_name, unusable_reason
+from gpu_worker.kv_sizes import (
+    FORMATS,
+    is_absorbed,
+    kv_bytes_per_token,
+    mode_name,
+    unusable_reason,
+)
 from gpu_worker.kv_store import form_of
 from gpu_worker.model_config import ModelConfig
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import MAX_BRANCHES, MAX_DRAFT_AHEAD, Params, Run, WorkerLimits
 
-MEMORY_SHARE = 0.25  # of the free memory, for the KV pool when its size is not given
+MEMORY_SHARE = 0.25  # of the free memory of a host, for the KV pool when its size is not given
+DEVICE_SHARE = (
+    0.85  # of what a GPU has free beside the weights; activations and graphs need the rest
+)
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -32,7 +42,8 @@ class EngineOptions:
     """How an engine runs; see the settings of the same names.
 
     `num_blocks` 0: as many as memory and `max_rows` suggest. `max_speculating`: running sequences up to which guesses are made; with
-    more, their rows cost more than they bring (docs/speculation.md has the measurement).
+    more, their rows cost more than they bring (docs/speculation.md has the measurement). `is_graphed`: decode rows run in graphs of the device
+    and plain steps one ahead of the host; same tokens, for devices that graphs pay on.
     """
 
     device: str = "cpu"
@@ -48,17 +59,16 @@ class EngineOptions:
     commit: str | None = None
     hf_home: str = ""
     max_speculating: int = 2
+    is_graphed: bool = False
 
 
-def resolve(config: ModelConfig, options: EngineOptions) -> EngineOptions:
-    """The options with the sequence length and the number of blocks decided.
+def resolve(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> EngineOptions:
+    """The options with the sequence length and the number of blocks decided. `weight_bytes` are those of the stored weights.
 
     Raises:
         ArtifactError: TL013 if the artifact cannot use the KV mode, TL014 if not even one longest sequence fits in the pool.
     """
     reason = unusable_reason(config, options.kv_format, options.kv_share)
-    if not reason and options.device != "cpu" and kv_mode(config, options) != "fp16":
-        reason = f"the {options.device} device has no such mode"
     if reason:
         raise ArtifactError(
             "TL013",
@@ -68,15 +78,23 @@ def resolve(config: ModelConfig, options: EngineOptions) -> EngineOptions:
     max_seq_len = min(options.max_seq_len or config.arch.max_pos, config.arch.max_pos)
     one = -(-max_seq_len // BLOCK_SIZE) * (extra_tables(config) + config.loop.default)
     form = form_of(config, options.kv_format)
-    budget = int(free_memory() * MEMORY_SHARE)
+    budget = _kv_budget(options, weight_bytes)
     for_stored = budget - num_copies(config, options) * form.copy_bytes
     fitting = max(for_stored // form.block_bytes, budget // (form.block_bytes + form.copy_bytes))
-    num_blocks = options.num_blocks or min(one * options.max_rows, fitting)
+    num_blocks = max(options.num_blocks or min(one * options.max_rows, fitting), 0)
     if num_blocks < one:
         raise ArtifactError(
             "TL014",
-            f"the KV pool has {num_blocks} blocks of {form.block_bytes} bytes, one sequence of {max_seq_len} positions takes {one}",
-            "raise TINYLOOP_KV_BLOCKS or lower TINYLOOP_MAX_SEQ_LEN",
+            f"the KV pool has {num_blocks} blocks of {form.block_bytes} bytes, one sequence of {max_seq_len} positions takes {one}; "
+            f"{budget} bytes of memory are free for it: {_what_would_fit(config, options, budget)}",
+            "raise TINYLOOP_KV_BLOCKS, lower TINYLOOP_MAX_SEQ_LEN, or choose another TINYLOOP_KV_FORMAT",
+        )
+    if options.num_blocks and options.device != "cpu" and num_blocks > fitting:
+        raise ArtifactError(
+            "TL014",
+            f"{num_blocks} KV blocks take {num_blocks * form.block_bytes} bytes, {budget} are free for them: "
+            f"{_what_would_fit(config, options, budget)}",
+            f"TINYLOOP_KV_BLOCKS up to {max(fitting, 0)}, or another TINYLOOP_KV_FORMAT",
         )
     return replace(options, max_seq_len=max_seq_len, num_blocks=num_blocks)
 
@@ -92,6 +110,24 @@ def num_copies(config: ModelConfig, options: EngineOptions) -> int:
     """Exact copies of blocks that can be in use at once: two blocks of each sequence's tables and the chunk of a prompt."""
     num_tables = extra_tables(config) + config.loop.hard_max
     return num_tables * (2 * options.max_rows + options.prefill_chunk // BLOCK_SIZE + 1)
+
+
+def _kv_budget(options: EngineOptions, weight_bytes: int) -> int:
+    """Bytes that the KV pool may take."""
+    if options.device == "cpu" or not torch.cuda.is_available():
+        return int(free_memory() * MEMORY_SHARE)
+    free, _ = torch.cuda.mem_get_info()
+    return max(0, int((free - weight_bytes) * DEVICE_SHARE))
+
+
+def _what_would_fit(config: ModelConfig, options: EngineOptions, budget: int) -> str:
+    """For each KV format that the artifact can use: bytes per token at its default loops, and the tokens that fit."""
+    found = []
+    for kv_format in FORMATS:
+        if not unusable_reason(config, kv_format, options.kv_share):
+            size = kv_bytes_per_token(config, kv_format, options.kv_share)
+            found.append(f"{kv_format} {size} bytes per token, {budget // size} tokens")
+    return "; ".join(found)
 
 
 def free_memory() -> int:
@@ -147,6 +183,12 @@ def card(
 
 def numerics_id(config: ModelConfig, options: EngineOptions) -> str:
     """Names all that the bits of a result may depend on, beside the artifact and the request: no sequence moves between two of them."""
+    if options.device == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return (
+            f"cuda-sm{major}{minor}-torch{torch.__version__}-kernels{kernels.version()}"
+            f"-{config.dtype}-kv_{kv_mode(config, options)}"
+        )
     isa = torch.backends.cpu.get_cpu_capability().lower()
     return (
         f"{options.device}-{platform.machine()}-{isa}-t{options.threads}"

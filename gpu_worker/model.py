@@ -23,6 +23,7 @@ from gpu_worker.rows import Rows, on_device
 from gpu_worker.weights import Layer, Norm, pack_weights
 from kernels.layout import Packed, Paging
 
+PagingAt = Callable[[int], Paging]  # that of some rows in one of the tables before the loops
 # Told (indices of the rows that just ran, their loops, their states before and after); returns which of them leave, or None.
 AfterPass = Callable[
     [NDArray[np.intp], NDArray[np.int32], Tensor, Tensor], "NDArray[np.bool_] | None"
@@ -78,7 +79,7 @@ class Model:
             the state and prelude output that `rows` brings. In pass i every row is i loops beyond its first; a row leaves after
             its `last_loop`, or when `after_pass` says so.
         """
-        embedded = self._enter(rows, cache)
+        embedded = self._embedded(rows, cache)
         states = self._initial(rows, embedded)
         active = np.arange(len(rows))
         loops = rows.first_loop.copy()
@@ -89,7 +90,8 @@ class Model:
             state, inject = (
                 (states, embedded) if index is None else (states[index], embedded[index])
             )
-            before, state = state, self._loop(state, inject, part, loops, cache)
+            paging = part.paging(cache.num_extra_tables + loops - 1, cache)
+            before, state = state, self.core_pass(state, inject, paging, cache)
             if index is None:
                 states = state
             else:
@@ -103,20 +105,16 @@ class Model:
 
     def read_out(self, states: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """States (n, d) through norm and coda, writing the coda's K and V; what `logits` takes."""
-        y = (
-            self._apply(self.weights.norm_core, states)
-            if self.config.loop.norm_after_core
-            else states
-        )
-        if self.has_coda:
-            y = self._stage(
-                self.weights.coda,
-                y.clone() if y is states else y,
-                rows,
-                cache,
-                self.config.stages.prelude,
-            )
-        return y
+        return self.leave(states, rows.paging_at(cache), cache)
+
+    def leave(self, states: Tensor, paging_at: PagingAt, cache: KVCache) -> Tensor:
+        """`read_out` of rows that are on the device already."""
+        y = states
+        if self.config.loop.norm_after_core:
+            y = self._apply(self.weights.norm_core, states)
+        elif self.has_coda:
+            y = states.clone()
+        return self._stage(self.weights.coda, y, paging_at, cache, self.config.stages.prelude)
 
     def logits(self, y: Tensor) -> Tensor:
         """Final norm and head: (n, d) -> (n, vocab)."""
@@ -151,36 +149,49 @@ class Model:
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
-    def _enter(self, rows: Rows, cache: KVCache) -> Tensor:
+    def _embedded(self, rows: Rows, cache: KVCache) -> Tensor:
         """The prelude's output for every row: computed for those at loop 1, as brought for the others."""
         if rows.embedded is None:
-            return self._stage(self.weights.prelude, self._embedding(rows), rows, cache, 0)
+            return self.enter(*self._ids(rows), rows.paging_at(cache), cache)
         new = np.flatnonzero(rows.first_loop == 1)
         embedded = rows.embedded.clone()
         if len(new):
             part = rows.select(new)
-            embedded[self.on_device(new)] = self._stage(
-                self.weights.prelude, self._embedding(part), part, cache, 0
+            embedded[self.on_device(new)] = self.enter(
+                *self._ids(part), part.paging_at(cache), cache
             )
         return embedded
 
-    def _embedding(self, rows: Rows) -> Tensor:
-        x = self.weights.embed.rows(self.on_device(rows.tokens))
+    def _ids(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        return self.on_device(rows.tokens), self.on_device(rows.positions)
+
+    def enter(
+        self, tokens: Tensor, positions: Tensor, paging_at: PagingAt, cache: KVCache
+    ) -> Tensor:
+        """The prelude's output (n, d) of token ids at positions, both (n,), that are on the device already."""
+        x = self.weights.embed.rows(tokens)
         if self.weights.embed_proj is not None:
             x = self.ops.linear(x, self.weights.embed_proj)
         if self.arch.embed_scale != 1.0:
             x = x * self.arch.embed_scale
         if self.weights.pos is not None:
-            x = x + self.weights.pos[self.on_device(rows.positions)]
-        return x
+            x = x + self.weights.pos[positions]
+        return self._stage(self.weights.prelude, x, paging_at, cache, 0)
 
     def _initial(self, rows: Rows, embedded: Tensor) -> Tensor:
         """The state before each row's first loop."""
+        states = self.cold_states(embedded)
+        self.put_brought_states(states, rows)
+        return states
+
+    def cold_states(self, embedded: Tensor) -> Tensor:
+        """What tokens start from that bring nothing: the prelude's output (n, d) or zeros."""
+        is_embedded = self.config.loop.state_init.kind == "embed"
+        return embedded.clone() if is_embedded else torch.zeros_like(embedded)
+
+    def put_brought_states(self, states: Tensor, rows: Rows) -> None:
+        """Overwrites the states (n, d) of rows that have a seed of their own or bring theirs."""
         init = self.config.loop.state_init
-        if init.kind == "embed":
-            states = embedded.clone()
-        else:
-            states = torch.zeros_like(embedded)
         if init.kind == "normal":
             for seed in np.unique(rows.init_seeds[rows.has_init_seed]):
                 at = np.flatnonzero(rows.has_init_seed & (rows.init_seeds == seed))
@@ -191,28 +202,23 @@ class Model:
         if rows.states is not None:
             later = self.on_device(np.flatnonzero((rows.first_loop > 1) | rows.is_warm))
             states[later] = rows.states[later]
-        return states
 
-    def _loop(
-        self, state: Tensor, embedded: Tensor, rows: Rows, loops: NDArray[np.int32], cache: KVCache
-    ) -> Tensor:
-        """One pass through the core, row r in its loop `loops[r]`."""
+    def core_pass(self, state: Tensor, embedded: Tensor, paging: Paging, cache: KVCache) -> Tensor:
+        """One pass through the core from states and the prelude's output (n, d), each row in the loop that its table says."""
         if self.weights.inject is not None:
             x: Tensor = self.ops.linear(torch.cat([state, embedded], dim=1), self.weights.inject)
         else:
             x = state + embedded if self.config.loop.inject == "add" else state.clone()
-        paging = rows.paging(cache.num_extra_tables + loops - 1, cache)
         for layer in self.weights.core:
             x = self._block(layer, x, cache, paging)
         return self._apply(self.weights.norm, x) if self.config.loop.norm_each else x
 
     def _stage(
-        self, layers: list[Layer], x: Tensor, rows: Rows, cache: KVCache, first: int
+        self, layers: list[Layer], x: Tensor, paging_at: PagingAt, cache: KVCache, first: int
     ) -> Tensor:
-        """Prelude or coda; its layers are the `first`-th and following of the extra tables. Overwrites x."""
+        """Layers that are the `first`-th and following of the extra tables. Overwrites x."""
         for i, layer in enumerate(layers):
-            tables = np.full(len(rows), (first + i) // self.config.stages.core, dtype=np.int32)
-            x = self._block(layer, x, cache, rows.paging(tables, cache))
+            x = self._block(layer, x, cache, paging_at((first + i) // self.config.stages.core))
         return x
 
     def _block(self, layer: Layer, x: Tensor, cache: KVCache, paging: Paging) -> Tensor:

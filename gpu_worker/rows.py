@@ -5,7 +5,7 @@ A plain container that the engine fills and the model runs. Rows of one sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,10 @@ class Rows:
                 at = on_device(indices, value.device) if isinstance(value, Tensor) else indices
                 parts[f.name] = value[at]
         return Rows(**parts)
+
+    def paging_at(self, cache: KVCache) -> Callable[[int], Paging]:
+        """`paging` with all rows in one table, made when it is asked for."""
+        return lambda table: self.paging(np.full(len(self), table, dtype=np.int32), cache)
 
     def paging(self, tables: Ints, cache: KVCache) -> Paging:
         """How the kernels find these rows' keys when row r is in table `tables[r]` of its sequence."""

@@ -36,6 +36,9 @@ class Sequence:
         self.tokens: list[int] = [*run.prompt, *run.emitted]
         self.num_prompt = len(run.prompt)
         self.num_computed = 0
+        self.pending = (
+            0  # tokens that the device has chosen, or will have, and the host has not seen
+        )
         self.cached_tokens = 0  # of the prompt, from a prefix entry; reported once
         # since the last report: loops run for generated tokens and guesses, and the books of speculation
         self.core_loops = self.drafted_tokens = self.accepted_tokens = self.rounds = 0
@@ -53,6 +56,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_known(self) -> int:
+        """Tokens so far, those that only the device knows included."""
+        return len(self.tokens) + self.pending
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.num_prompt
 
@@ -63,9 +71,11 @@ class Sequence:
         """
         start = self.num_computed
         if not self.is_prefilling:
+            if self.pending and self.num_generated + self.pending >= self.params.max_tokens:
+                return start
             if self.runs_singly:
-                return min(start + 1, len(self.tokens))
-            return min(len(self.tokens), (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
+                return min(start + 1, self.num_known)
+            return min(self.num_known, (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
         if start + budget >= self.num_prompt:
             return max(self.num_prompt - self.runs_singly, start + 1)
         return max(start, (start + budget) // BLOCK_SIZE * BLOCK_SIZE)

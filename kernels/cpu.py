@@ -7,7 +7,7 @@ columns, rows or heads, never a sum. The functions have the names and arguments 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -293,6 +293,19 @@ def choose(
         top_p: fp64 (n,).
         keys: uint32 (n, 2), the low and high halves of the noise key of (seed, position).
     """
+    return choose_packed(logits, pack_choices(temperature, top_k, top_p, min_p, keys))
+
+
+def pack_choices(
+    temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> tuple[Tensor, ...]:
+    """The settings of `choose` as its kernel reads them, in host memory, one row each."""
+    return temperature, top_k, top_p, min_p, keys.to(torch.uint32)
+
+
+def choose_packed(logits: Tensor, settings: Sequence[Tensor]) -> Tensor:
+    """`choose` with settings that are packed, and on the device of the logits."""
+    temperature, top_k, top_p, min_p, keys = settings
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
     split(
         cpu_sampling.choose, logits.shape[0], logits.numpy(), temperature.numpy(), top_k.numpy(), top_p.numpy(), min_p.numpy(),

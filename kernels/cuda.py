@@ -6,6 +6,8 @@ chunk. Nothing here waits for the device. Without a GPU the same functions take 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,19 +17,18 @@ from kernels.cuda_dense import (
     activate,
     divergence,
     embed_rows,
-    linear,
-    linear_add,
     norm,
-    pack,
     prepare_qkv,
     relative_change,
 )
+from kernels.cuda_linear import linear, linear_add, pack
 from kernels.layout import CutCache, FragmentCache, PagedCache, Paging
 from kernels.runtime import launch
+from kernels.sampling import pack_settings as pack_choices
 
 __all__ = [
-    "DEVICE", "activate", "attention", "choose", "divergence", "embed_rows", "linear", "linear_add", "log_probabilities",
-    "norm", "pack", "prepare_qkv", "read_inputs", "relative_change", "set_threads", "store_inputs", "store_kv",
+    "DEVICE", "activate", "attention", "choose", "choose_packed", "divergence", "embed_rows", "linear", "linear_add", "log_probabilities",
+    "norm", "pack", "pack_choices", "prepare_qkv", "read_inputs", "relative_change", "set_threads", "store_inputs", "store_kv",
 ]  # fmt: skip
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,12 +71,14 @@ def choose(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
 ) -> Tensor:
     """One token per row of logits (n, vocab), int64 (n,) on their device; see `kernels.cpu.choose`. The settings are in host memory."""
-    packed = [
-        part.to(logits.device)
-        for part in sampling.pack_settings(temperature, top_k, top_p, min_p, keys)
-    ]
+    packed = pack_choices(temperature, top_k, top_p, min_p, keys)
+    return choose_packed(logits, [part.to(logits.device) for part in packed])
+
+
+def choose_packed(logits: Tensor, settings: Sequence[Tensor]) -> Tensor:
+    """`choose` with settings that are packed, and on the device of the logits."""
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    launch(_CHOOSE, (len(logits), 1), logits, None, None, *packed, tokens, logits.shape[1])
+    launch(_CHOOSE, (len(logits), 1), logits, None, None, *settings, tokens, logits.shape[1])
     return tokens.long()
 
 

@@ -182,7 +182,7 @@ class Settings:
     log: str = _text("LOG", "/tmp/tinyloop_server.log", "path", "a file",
         "Log file of the detached launch, `scripts/start.sh`.")
     device: str = _choice("TINYLOOP_DEVICE", "auto", ("auto", "cuda", "cpu"),
-        "Device of the workers. The engine runs on the CPU today: `auto` takes it, `cuda` is refused.")
+        "Device of the workers; `auto` takes a GPU of compute capability 9.0 (H100, H200) if there is one.")
     kv_format: str | None = _choice("TINYLOOP_KV_FORMAT", None, KV_FORMATS,
         "How keys and values (or H) are stored.", shown="fp32 on cpu, fp16 on cuda")
     kv_share: str = _choice("TINYLOOP_KV_SHARE", "per_loop", ("per_loop", "last_loop"),

@@ -38,6 +38,12 @@ install_pinned() {
     echo "$wanted" >"$stamp"
 }
 
+# gpu_extra: `cuda` where there is an NVIDIA GPU, else nothing.
+gpu_extra() {
+    [ "${TINYLOOP_DEVICE:-auto}" != cpu ] && compgen -G "/dev/nvidia[0-9]*" >/dev/null && echo cuda
+    return 0
+}
+
 # ensure_venv [dev] [cuda]: the virtual environment with what a server needs, with `dev` also what the tests need, and with
 # `cuda` what the GPU kernels need.
 ensure_venv() {

@@ -2,7 +2,8 @@
 # Starts TinyLoop detached: it outlives this shell, logs to LOG, and stops (draining) on `kill -TERM` of the printed pid.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-ensure_venv
+# shellcheck disable=SC2046
+ensure_venv $(gpu_extra)
 LOG="${LOG:-/tmp/tinyloop_server.log}"
 nohup setsid "$VENV_PYTHON" "$ROOT/scripts/launch.py" >"$LOG" 2>&1 </dev/null &
 PID=$!

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from gpu_worker.engine import Engine, EngineOptions
 from scheduler.messages import Params, Run, TokenLogprob, Tokens
 from scripts.make_toy_artifact import make
 
+# The engine's tests say the same of every device: on a machine with a GPU they run there too with TINYLOOP_TEST_DEVICE=cuda.
+DEVICE = os.environ.get("TINYLOOP_TEST_DEVICE", "cpu")
+IS_GRAPHED = DEVICE == "cuda" or os.environ.get("TINYLOOP_TEST_GRAPHED") == "1"
+
 
 def make_engine(
     tmp_path: Path, variant: str = "pre", overrides: dict[str, Any] | None = None, **options: Any
@@ -23,7 +28,10 @@ def make_engine(
     path = tmp_path / f"{variant}-{abs(hash(str(overrides)))}.tinyloop"
     if not path.exists():
         make(path, variant=variant, **(overrides or {}))
-    options = {"max_rows": 8, "num_blocks": 400, "max_seq_len": 256, "prefill_chunk": 128} | options
+    options = {
+        "max_rows": 8, "num_blocks": 400, "max_seq_len": 256, "prefill_chunk": 128, "device": DEVICE, "is_graphed": IS_GRAPHED,
+        "build_dir": os.environ.get("TINYLOOP_TEST_BUILD_DIR", ""),
+    } | options  # fmt: skip
     return Engine(artifact.load(path), EngineOptions(**options))
 
 

@@ -24,7 +24,8 @@ def prefix_of(prompt: list[int], length: int, name: str = "", tag: int = 0) -> H
 
 
 def books_are_right(engine: Engine) -> None:
-    pool, tables = engine.cache.pool, engine.cache.block_tables.numpy()
+    pool = engine.cache.pool
+    tables = engine.cache.host_tables[: engine.cache.spare_slot]
     owners = [0] * pool.num_blocks
     for block in tables[tables >= 0].tolist():
         owners[block] += 1

@@ -559,7 +559,7 @@ def test_kv_mode_that_the_artifact_cannot_use_is_one_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("TINYLOOP_DEVICE", "cuda", "no usable GPU"),
+        ("TINYLOOP_DEVICE", "cuda", "finds no GPU"),
         ("TINYLOOP_BEATS_ADDR", "tcp://0.0.0.0:7777", "TINYLOOP_CURVE_DIR"),
     ],
 )

@@ -1,0 +1,218 @@
+"""Device buffers for the rows of a step and the CUDA graphs that run them: one graph per row bucket and stretch of the model.
+
+    enter     tokens -> the prelude's output and the states before the first loop
+    passes    so many core passes, each row one loop further each time
+    finish    norm, coda, head and the choice of tokens, from what `keep` put aside of each row
+
+A bucket has a fixed number of rows; those beyond the real ones belong to the cache's spare slot, as do rows that have left the loops. The
+graphs run the model's own functions on these buffers, so they give the bits of the same functions called one by one. Nothing here waits
+for the device. On a device without graphs the functions are called directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.mirror import Upload
+from gpu_worker.rows import Rows
+from kernels.layout import BLOCK_SIZE, Paging
+
+if TYPE_CHECKING:
+    from gpu_worker.kv_cache import KVCache
+    from gpu_worker.model import Model
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_CHOICES = (torch.float32, torch.int64, torch.float64, torch.float32)  # see `kernels.cpu.choose`
+_COLUMNS = (
+    "tokens", "sources", "home", "slots", "tables", "positions", "places", "windows", "row_map", "map_base",
+)  # fmt: skip
+
+
+class DecodeGraphs:
+    """See the module.
+
+    Args:
+        model: whose functions run.
+        cache: that the rows read and write; it has a spare slot.
+        max_rows: at most, one of BUCKETS.
+
+    Attributes:
+        states, embedded: (max_rows, d) fp32, what `enter` made and `passes` go on from.
+        final: (max_rows, d) the states that rows left the loops with.
+        chosen: int32 (max_rows,) the tokens of the last `finish`; `sources` point into it.
+        logits: (max_rows, vocab) of the last `finish`.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, max_rows: int) -> None:
+        self._model, self._cache = model, cache
+        self.buckets = [size for size in BUCKETS if size <= max_rows]
+        self.max_rows = self.buckets[-1]
+        device, d = model.device, model.arch.d_model
+        self._is_captured = device.type == "cuda"
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        n = self.max_rows
+        self._columns = ints(len(_COLUMNS), n)
+        self._maps = ints(n, BLOCK_SIZE)
+        self._by_name = dict(zip(_COLUMNS, self._columns, strict=True))
+        self._stage_tables = ints(cache.num_tables, n) + torch.arange(
+            cache.num_tables, dtype=torch.int32, device=device
+        ).view(-1, 1)
+        self._tiles = torch.arange(n + 1, dtype=torch.int32, device=device)
+        self.states = torch.zeros(n, d, device=device)
+        self.embedded = torch.zeros(n, d, device=device)
+        self.final = torch.zeros(n, d, device=device)
+        self.logits = torch.zeros(n, model.arch.vocab, device=device)
+        self.chosen = ints(n)
+        settings = model.ops.pack_choices(
+            *(torch.zeros(n, dtype=kind) for kind in _CHOICES), torch.zeros(n, 2)
+        )
+        self._settings = [setting.to(device) for setting in settings]
+        self._block_tables = cache.block_tables
+        self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._uploads: dict[torch.dtype, list[Upload]] = {}
+
+    # --------------------------------------------------------------------------------------------------------- the rows
+
+    def bucket(self, count: int) -> int:
+        """The smallest bucket for that many rows."""
+        return next(size for size in self.buckets if size >= count)
+
+    def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
+        """Puts rows into the buffers, in their order; the rest of the buffers becomes spare rows.
+
+        Args:
+            sources: for rows whose token was chosen on the device by the last `finish`, its row there; -1 for the others.
+        """
+        count = len(rows)
+        columns = np.zeros((len(_COLUMNS), self.max_rows), dtype=np.int32)
+        by_name = dict(zip(_COLUMNS, columns, strict=True))
+        by_name["sources"][:] = -1
+        by_name["slots"][:] = by_name["home"][:] = self._cache.spare_slot
+        by_name["row_map"][:] = -1
+        for name in ("tokens", "slots", "positions", "places", "windows", "row_map", "map_base"):
+            by_name[name][:count] = getattr(rows, name)
+        by_name["home"][:count] = rows.slots
+        by_name["tables"][:count] = self._cache.num_extra_tables + rows.first_loop - 1
+        if sources is not None:
+            by_name["sources"][:count] = sources
+        self._put(torch.from_numpy(columns), self._columns)
+        if len(rows.maps):
+            self._put(torch.from_numpy(rows.maps), self._maps[: len(rows.maps)])
+        self._cache.block_tables  # noqa: B018 (brings the device's tables up to date)
+
+    def keep(self, rows: slice | Tensor) -> None:
+        """These rows leave the loops with their present states: whatever runs on in their place writes to the spare slot."""
+        self.final[rows] = self.states[rows]
+        self._by_name["slots"][rows] = self._cache.spare_slot
+
+    def _put(self, source: Tensor, target: Tensor) -> None:
+        if not self._is_captured:
+            target.copy_(source)
+            return
+        uploads = self._uploads.setdefault(source.dtype, [Upload() for _ in range(4)])
+        uploads.append(uploads.pop(0))
+        uploads[-1].copy(source, target)
+
+    # ------------------------------------------------------------------------------------------------------- the stretches
+
+    def enter(self, count: int) -> None:
+        """Embeddings and prelude of the first `count` rows; their states start cold."""
+        self._run("enter", self.bucket(count), 0)
+
+    def passes(self, count: int, num_passes: int) -> None:
+        """That many core passes of the first `count` rows."""
+        self._run("passes", self.bucket(count), num_passes)
+
+    def set_choices(self, settings: Sequence[Tensor]) -> None:
+        """How the tokens of the first rows are chosen, as the kernels' `pack_choices` returns it."""
+        for source, target in zip(settings, self._settings, strict=True):
+            self._put(source, target[: len(source)])
+
+    def finish(self, count: int) -> None:
+        """Coda and head of the first `count` rows, and a token for each."""
+        self._run("finish", self.bucket(count), 0)
+
+    def step(self, count: int, num_passes: int) -> None:
+        """`enter`, `passes` and `finish` as one."""
+        self._run("step", self.bucket(count), num_passes)
+
+    def _run(self, kind: str, bucket: int, num_passes: int) -> None:
+        stretch = self._stretch(kind, bucket, num_passes)
+        if not self._is_captured:
+            stretch()
+            return
+        key = kind, bucket, num_passes
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(stretch)
+        self._graphs[key].replay()
+
+    def _capture(self, stretch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Captures a stretch, after a run on spare rows that loads its kernels; the buffers are left as they were."""
+        changed = (self._columns, self.states, self.embedded, self.final, self.chosen)
+        before = [tensor.clone() for tensor in changed]
+        for name in ("slots", "home"):
+            self._by_name[name].fill_(self._cache.spare_slot)
+        stretch()
+        for tensor, kept in zip(changed, before, strict=True):
+            tensor.copy_(kept)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            stretch()
+        self._pool = graph.pool()
+        return graph
+
+    def _stretch(self, kind: str, bucket: int, num_passes: int) -> Callable[[], None]:
+        def enter() -> None:
+            sources = self._by_name["sources"][:bucket]
+            tokens = self._by_name["tokens"][:bucket]
+            chosen = self.chosen[sources.clamp(min=0)]
+            tokens.copy_(torch.where(sources >= 0, chosen, tokens))
+            positions = self._by_name["positions"][:bucket]
+            embedded = self._model.enter(tokens, positions, self._paging_at(bucket), self._cache)
+            self.embedded[:bucket].copy_(embedded)
+            self.states[:bucket].copy_(self._model.cold_states(embedded))
+
+        def passes() -> None:
+            states, embedded = self.states[:bucket], self.embedded[:bucket]
+            paging = self._paging(bucket, self._by_name["slots"], self._by_name["tables"])
+            for _ in range(num_passes):
+                states = self._model.core_pass(states, embedded, paging, self._cache)
+                self._by_name["tables"][:bucket] += 1
+            self.states[:bucket].copy_(states)
+
+        def finish() -> None:
+            y = self._model.leave(self.final[:bucket], self._paging_at(bucket), self._cache)
+            self.logits[:bucket].copy_(self._model.logits(y))
+            settings = [setting[:bucket] for setting in self._settings]
+            self.chosen[:bucket].copy_(
+                self._model.ops.choose_packed(self.logits[:bucket], settings)
+            )
+
+        def step() -> None:
+            enter()
+            passes()
+            self.final[:bucket].copy_(self.states[:bucket])
+            finish()
+
+        return {"enter": enter, "passes": passes, "finish": finish, "step": step}[kind]
+
+    def _paging_at(self, bucket: int) -> Callable[[int], Paging]:
+        return lambda table: self._paging(bucket, self._by_name["home"], self._stage_tables[table])
+
+    def _paging(self, bucket: int, slots: Tensor, tables: Tensor) -> Paging:
+        by_name = {name: column[:bucket] for name, column in self._by_name.items()}
+        return Paging(
+            slots[:bucket], tables[:bucket], by_name["positions"], by_name["places"], by_name["windows"],
+            by_name["row_map"], by_name["map_base"], self._maps, self._block_tables, self._tiles[: bucket + 1],
+        )  # fmt: skip

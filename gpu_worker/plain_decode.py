@@ -1,0 +1,132 @@
+"""Plain decoding, one step ahead of the host: a step is put on the device before the tokens of the one before have come back.
+
+A row whose token is not known to the host takes it from the device, where the step before chose it. So the device never waits for the
+host, and the host reads each step's tokens while the next one runs. A sequence that turns out to have ended has one row too many in
+flight, whose token nobody takes and whose K and V nobody reads.
+
+For sequences that need nothing from the host between two tokens; the engine runs all others step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_worker.batch import Work
+from gpu_worker.exits import has_exit
+from gpu_worker.graphed_model import GraphedModel
+from gpu_worker.rows import Rows
+from gpu_worker.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step on the device: its sequences by row, and where their tokens come back."""
+
+    sequences: list[Sequence]
+    core_passes: int
+    tokens: Tensor
+    has_arrived: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        """The chosen token of each row; waits for the device."""
+        if self.has_arrived is not None:
+            self.has_arrived.synchronize()
+        found: list[int] = self.tokens[: len(self.sequences)].tolist()
+        return found
+
+
+class PlainDecode:
+    """Launches plain steps of a model that is bound to its cache."""
+
+    def __init__(self, model: GraphedModel) -> None:
+        assert model.graphs is not None, "a model without buffers"
+        self._model, self._graphs = model, model.graphs
+        is_on_gpu = model.device.type == "cuda"
+        self._landings = [
+            torch.zeros(self._graphs.max_rows, dtype=torch.int32, pin_memory=is_on_gpu)
+            for _ in range(3)
+        ]
+
+    def can_run(self, works: Ordered[Work], is_guessing: bool) -> bool:
+        """Whether all of these works are plain, and no more than fit one step."""
+        return 0 < len(works) <= self._graphs.max_rows and all(
+            _is_plain(work, is_guessing) for work in works
+        )
+
+    def launch(self, works: Ordered[Work], before: Flight | None) -> Flight:
+        """Puts one token of each work on the device; `before` is the flight that is still under way."""
+        works = sorted(works, key=lambda work: -work.sequence.params.loops)
+        sequences = [work.sequence for work in works]
+        at_row = {} if before is None else {id(s): r for r, s in enumerate(before.sequences)}
+        sources = np.array([at_row[id(s)] if s.pending else -1 for s in sequences], dtype=np.int32)
+        rows = Rows.join([_row(work) for work in works])
+        graphs, count = self._graphs, len(works)
+        graphs.load(rows, sources)
+        graphs.set_choices(self._choices(sequences))
+        loops = rows.last_loop
+        if loops[0] == loops[-1] and not rows.has_init_seed.any():
+            graphs.step(count, int(loops[0]))
+        else:
+            graphs.enter(count)
+            self._model.put_brought_states(graphs.states[:count], rows)
+            done = 0
+            for depth in sorted(set(loops.tolist())):
+                live = int((loops >= depth).sum())
+                graphs.passes(live, depth - done)
+                graphs.keep(slice(int((loops > depth).sum()), live))
+                done = depth
+            graphs.finish(count)
+        for sequence in sequences:
+            sequence.pending += 1
+        return self._land(sequences, int(loops[0]))
+
+    def _land(self, sequences: list[Sequence], core_passes: int) -> Flight:
+        self._landings.append(self._landings.pop(0))
+        landing = self._landings[-1]
+        landing.copy_(self._graphs.chosen, non_blocking=True)
+        has_arrived = None
+        if landing.is_pinned():
+            has_arrived = torch.cuda.Event()
+            has_arrived.record()
+        return Flight(sequences, core_passes, landing, has_arrived)
+
+    def _choices(self, sequences: Ordered[Sequence]) -> Ordered[Tensor]:
+        settings = [s.sampling for s in sequences]
+        keys = np.array(
+            [s.sampling.key(s.num_known) if s.sampling.temperature > 0 else 0 for s in sequences],
+            dtype=np.uint64,
+        )
+        packed: tuple[Tensor, ...] = self._model.ops.pack_choices(
+            torch.tensor([s.temperature for s in settings]),
+            torch.tensor([s.top_k for s in settings]),
+            torch.tensor([s.top_p for s in settings], dtype=torch.float64),
+            torch.tensor([s.min_p for s in settings]),
+            torch.from_numpy(keys.view(np.uint32).reshape(-1, 2)),
+        )
+        return packed
+
+
+def _is_plain(work: Work, is_guessing: bool) -> bool:
+    """Whether a work is one generated token whose successor is chosen from its logits alone."""
+    sequence, params = work.sequence, work.sequence.params
+    return (
+        work.start >= sequence.num_prompt
+        and work.end == work.start + 1 == sequence.num_known
+        and params.logprobs < 0
+        and not params.warm_start
+        and not has_exit(params)
+        and not (is_guessing and params.speculation != "none")
+        and not sequence.sampling.is_shaping(sequence.num_generated + sequence.pending)
+        and not sequence.finish_reason()
+    )
+
+
+def _row(work: Work) -> Rows:
+    """The row of a plain work; its token is 0 where only the device knows it."""
+    known = work.sequence.tokens[work.start : work.end]
+    return work.rows_at(known or [0], [work.start])
