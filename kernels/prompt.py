@@ -9,7 +9,7 @@ rotary, learned or ALiBi positions; the engine owns embedding, loops, exits and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,12 @@ from torch import Tensor
 from kernels import prompt_rows
 from kernels.compiler import Variant
 from kernels.layout import BLOCK_SIZE, FragmentCache
-from kernels.prompt_attention import TILE_FIELDS, PromptAttentionShape, prompt_attention
+from kernels.prompt_attention import (
+    TILE_FIELDS,
+    UNIT_TILES,
+    PromptAttentionShape,
+    prompt_attention,
+)
 from kernels.prompt_rows import SplitShape
 from kernels.runtime import launch
 
@@ -149,23 +154,29 @@ def pieces(rows: int, buckets: Sequence[int]) -> list[tuple[int, int]]:
 def make_tiles(
     slots: np.ndarray, tables: np.ndarray, positions: np.ndarray, windows: np.ndarray
 ) -> np.ndarray:
-    """int32 (num_tiles, TILE_FIELDS) of rows of which those of a sequence follow each other in ascending position.
+    """int32 (2 x num_units, TILE_FIELDS) of rows of which those of a sequence follow each other in ascending position.
 
-    Tiles end where the slot, the table or the block of 64 positions changes; those with most keys come first.
+    Tiles end where the slot, the table or the block of 64 positions changes; two that follow each other in a sequence are a
+    unit, which lacks its second (no rows) at the end. Units with most keys come first.
 
     Args: int arrays (num_rows,); `windows` is 0 for rows that see all keys, and the same for all rows of a sequence.
     """
     keys = np.stack([slots, tables, positions // BLOCK_SIZE], 1)
-    is_first = np.ones(len(slots), dtype=bool)
-    is_first[1:] = (keys[1:] != keys[:-1]).any(1)
-    firsts = np.flatnonzero(is_first)
-    tiles = np.zeros((len(firsts), TILE_FIELDS), dtype=np.int32)
+    changes = keys[1:] != keys[:-1]
+    firsts = np.flatnonzero(np.append(True, changes.any(1)))
+    is_new = np.append(True, changes[:, :2].any(1))[firsts]
+    # how many tiles of its sequence come before each
+    starts = np.flatnonzero(is_new)
+    ordinals = np.arange(len(firsts)) - np.repeat(starts, np.diff(np.append(starts, len(firsts))))
+    units = np.cumsum(ordinals % UNIT_TILES == 0) - 1
+    tiles = np.zeros((units[-1] + 1, UNIT_TILES, TILE_FIELDS), dtype=np.int32)
     counts = np.diff(np.append(firsts, len(slots)))
     columns = (slots[firsts], tables[firsts], positions[firsts], firsts, counts, windows[firsts])
     for i, column in enumerate(columns):
-        tiles[:, i] = column
-    seen = np.where(tiles[:, 5] > 0, np.minimum(tiles[:, 2], tiles[:, 5] + 128), tiles[:, 2])
-    return tiles[np.argsort(-seen, kind="stable")]
+        tiles[units, ordinals % UNIT_TILES, i] = column
+    first, window = tiles[:, 0, 2], tiles[:, 0, 5]
+    seen = np.where(window > 0, np.minimum(first, window + 128), first)
+    return tiles[np.argsort(-seen, kind="stable")].reshape(-1, TILE_FIELDS)
 
 
 # --- the pass --------------------------------------------------------------------------------------
@@ -200,6 +211,7 @@ class PromptPass:
         self._gate = prompt_rows.gate(spec.d_ff)
         self._split = prompt_rows.split_qkv(spec.split)
         self._attention = prompt_attention(spec.attention)
+        self._windowed = prompt_attention(replace(spec.attention, has_windows=True))
         self._scratch: dict[str, Tensor] = {}
 
     def _products(self) -> list[tuple[Product, Tensor]]:
@@ -231,15 +243,23 @@ class PromptPass:
             product(x[first : first + count], weight, out[first : first + count])
 
     def layer(
-        self, x: Tensor, rows: int, index: int, tiles: Tensor, cache_layer: int | None = None
+        self,
+        x: Tensor,
+        rows: int,
+        index: int,
+        tiles: Tensor,
+        *,
+        cache_layer: int | None = None,
+        has_windows: bool = False,
     ) -> None:
         """Put the state of `rows` prompt rows through one layer, in place, and their K and V into the cache.
 
         Args:
             x: float32 (padded_rows(rows), d_model), contiguous; rows past `rows` are computed and mean nothing.
             index: which of the layers' weights.
-            tiles: int32 (num_tiles, TILE_FIELDS) of `make_tiles`, on the device.
+            tiles: int32 of `make_tiles`, on the device.
             cache_layer: the cache's layer index, if it is another.
+            has_windows: whether any of the rows has a window; one that has none gets the same bits either way.
         """
         spec, weights, cache = self.spec, self.layers[index], self.cache
         padded, num_tiles = len(x), len(tiles)
@@ -260,7 +280,8 @@ class PromptPass:
             self.block_tables, tiles, self.angles, num_tables, max_blocks,
         )  # fmt: skip
         launch(
-            self._attention, (num_tiles * spec.num_heads, 1), q, cache.stored, layer_bytes, block_bytes,
+            self._windowed if has_windows else self._attention,
+            (num_tiles // UNIT_TILES * spec.num_heads, 1), q, cache.stored, layer_bytes, block_bytes,
             self.block_tables, tiles, self.slopes, mixed, num_tables, max_blocks,
         )  # fmt: skip
         self._multiply(add_product, mixed, weights.o, x)

@@ -1,7 +1,7 @@
-"""The parts of prompt attention, each made for one shape: queries, scores, softmax, weighted values, the rows that leave.
+"""The parts of prompt attention, each made for one shape: keys and values, queries, softmax, the rows that leave.
 
-Straight-line device code of one warp with 16 query rows; `prompt_attention.py` puts it together. A lane (g, t) holds rows
-g and g + 8; of every 8 keys or dims it holds 2t and 2t + 1.
+Straight-line device code of one warp; `prompt_attention.py` puts it together. Of a warp's 16 query rows a lane (g, t) holds rows
+g and g + 8, of every 8 columns of a product 2t and 2t + 1.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from kernels.intrinsics import (
     fmax,
     int_to_f32,
     less,
+    load_32_if,
     load_128_if,
     load_f32_if,
-    load_shared_128,
-    mma,
     pack_half2,
     reciprocal,
     select,
     shuffle_xor_f32,
     store_32_if,
+    store_shared_128_if,
     wide,
 )
 from kernels.layout import NUM_SINKS
+from kernels.warpgroup import swizzled
 
 if TYPE_CHECKING:
     from kernels.prompt_attention import PromptAttentionShape
@@ -36,41 +37,73 @@ LOG2E = 1.4426950408889634
 _NEVER = -1.0e30
 
 
+# --- keys and values on their way to shared memory ---------------------------------------------------
+# Each of the 128 threads that bring a block has one 16-byte unit of the fragment order in each of two neighbouring steps. Of K these are
+# 8 columns of two keys, of V 8 positions of two dims: the words change places in registers and leave as a row's unit of 16 bytes.
+
+
+def make_load(shape: PromptAttentionShape, is_value: bool) -> Any:
+    dim = shape.head_dim
+
+    @traced("r" * (dim // 4))
+    def load(source: Any, warp: Any, lane: Any, condition: Any) -> Any:
+        """A thread's share of a block's K or V."""
+        regs: list[Any] = []
+        for i in range(dim // 32):
+            pair = warp + 4 * i if is_value else warp * (dim // 32) + i
+            for step in range(2):
+                regs += load_128_if(source + pair * 1024 + (lane * 16 + step * 512), condition)
+        return tuple(regs)
+
+    return load
+
+
+def make_put(shape: PromptAttentionShape, is_value: bool) -> Any:
+    dim = shape.head_dim
+
+    @traced()
+    def put(regs: Any, target: Any, warp: Any, lane: Any) -> None:
+        """Write what `load` brought in the order of `warpgroup`: K by keys, V by dims."""
+        g, t = lane >> 2, lane & 3
+        for i in range(dim // 32):
+            a, b = regs[8 * i : 8 * i + 4], regs[8 * i + 4 : 8 * i + 8]
+            for high in range(2):
+                if is_value:
+                    pair = warp + 4 * i
+                    row, matrix = (pair >> 1) * 16 + high * 8 + g, (pair & 1) * (dim * 64)
+                else:
+                    row, matrix = key_row(warp * 16 + high * 8 + g), i * 4096
+                at = matrix + row * 64 + swizzled(t, row & 7) * 16
+                words = a[high], a[2 + high], b[high], b[2 + high]
+                store_shared_128_if(target + at, *words, 1)
+
+    return put
+
+
+def key_row(position: Any) -> Any:
+    """The row of a block's key in shared memory: so that a lane's scores are those that the product with V wants from it."""
+    return (position & 32) + ((position >> 1) & 3) * 8 + ((position >> 3) & 3) * 2 + (position & 1)
+
+
+# --- queries, weights, results -----------------------------------------------------------------------
+
+
 def make_load_query(shape: PromptAttentionShape) -> Any:
-    parts, row_bytes = shape.head_dim // 32, shape.num_heads * shape.head_dim * 2
+    row_bytes = shape.num_heads * shape.head_dim * 2
 
     @traced("r" * (shape.head_dim // 4))
     def load_query(q: Any, row: Any, rows: Any, lane: Any) -> Any:
-        """A fragments of 16 rows from `row` of a tile of `rows`, in the order of the keys' columns; rows past the end are zero."""
-        regs: list[Any] = []
+        """A fragments of 16 rows from `row` of a tile of `rows`; rows past the end are zero."""
+        regs = []
         first = row + (lane >> 2)
-        for part in range(parts):
-            at = q + wide(first) * row_bytes + ((lane & 3) * 16 + part * 64)
-            low = load_128_if(at, less(first, rows))
-            high = load_128_if(at + 8 * row_bytes, less(first + 8, rows))
-            for step in range(2):
-                regs += [low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]]
+        at = q + wide(first) * row_bytes + (lane & 3) * 4
+        for column in range(0, 2 * shape.head_dim, 16):
+            for high in range(2):
+                is_row = less(first + 8 * high, rows)
+                regs.append(load_32_if(at + (8 * high * row_bytes + column), is_row))
         return tuple(regs)
 
     return load_query
-
-
-def make_scores(shape: PromptAttentionShape) -> Any:
-    steps = shape.head_dim // 16
-
-    @traced("f" * 32)
-    def scores(query: Any, keys: Any) -> Any:
-        """q.k of 16 rows and a block of 64 keys."""
-        acc: list[Any] = [(0.0, 0.0, 0.0, 0.0)] * 8
-        for step in range(steps):
-            a = query[4 * step : 4 * step + 4]
-            for tile in range(4):
-                b = load_shared_128(keys + (tile * steps + step) * 512)
-                acc[2 * tile] = mma(*acc[2 * tile], *a, b[0], b[2])
-                acc[2 * tile + 1] = mma(*acc[2 * tile + 1], *a, b[1], b[3])
-        return tuple(value for values in acc for value in values)
-
-    return scores
 
 
 def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
@@ -86,18 +119,19 @@ def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
         """
         tops, sums = [top0, top1], [sum0, sum1]
         rows: list[list[Any]] = [[], []]
-        offset = first_key - position + (lane & 3) * 2
+        offset = first_key - position + (lane & 3) * 8
         low = int_to_f32(0) + _NEVER
         for group in range(8):
             for high in range(2):
                 for odd in range(2):
                     score = scores[4 * group + 2 * high + odd]
-                    # how far the key lies after the row
-                    ahead = offset + (8 * group + odd - 8 * high)
+                    # how far the key lies after the row; of `key_row` 8 * group + 2 * t + odd
+                    place = (group & 4) * 8 + (group & 3) * 2 + odd
+                    ahead = offset + (place - 8 * high)
                     if shape.has_alibi:
                         score = fma(int_to_f32(ahead), slope, score)
                     if is_masked:
-                        key = first_key + (lane & 3) * 2 + (8 * group + odd)
+                        key = first_key + (lane & 3) * 8 + place
                         is_near = less(window, 1) | less(0 - window, ahead) | less(key, NUM_SINKS)
                         score = select(score, low, less(ahead, 1) & is_near)
                     rows[high].append(score)
@@ -127,25 +161,13 @@ def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
     return softmax
 
 
-def make_values(shape: PromptAttentionShape) -> Any:
-    tiles = shape.head_dim // 16
-
+def make_correct(shape: PromptAttentionShape) -> Any:
     @traced("f" * (shape.head_dim // 2))
-    def values(out: Any, weights: Any, fix0: Any, fix1: Any, block: Any) -> Any:
-        """out, corrected, + p.v of a block of 64 keys."""
-        new = [
-            (out[i] * fix0, out[i + 1] * fix0, out[i + 2] * fix1, out[i + 3] * fix1)
-            for i in range(0, shape.head_dim // 2, 4)
-        ]
-        for step in range(4):
-            a = weights[4 * step : 4 * step + 4]
-            for tile in range(tiles):
-                b = load_shared_128(block + (tile * 4 + step) * 512)
-                new[2 * tile] = mma(*new[2 * tile], *a, b[0], b[2])
-                new[2 * tile + 1] = mma(*new[2 * tile + 1], *a, b[1], b[3])
-        return tuple(value for acc in new for value in acc)
+    def correct(out: Any, fix0: Any, fix1: Any) -> Any:
+        """The sums over earlier keys, for the new maxima."""
+        return tuple(value * (fix1 if i & 2 else fix0) for i, value in enumerate(out))
 
-    return values
+    return correct
 
 
 def make_finish(shape: PromptAttentionShape) -> Any:
@@ -161,7 +183,8 @@ def make_finish(shape: PromptAttentionShape) -> Any:
             mine = row + (lane >> 2) + 8 * high
             at = target + wide(mine) * row_bytes + (lane & 3) * 4
             for group in range(shape.head_dim // 8):
-                pair = [out[4 * group + 2 * high + odd] * inverse for odd in range(2)]
+                # + 0: a sum that vanished has no sign, whether or not masked keys were added
+                pair = [fma(out[4 * group + 2 * high + odd], inverse, 0.0) for odd in range(2)]
                 store_32_if(at + group * 16, pack_half2(*pair), less(mine, rows))
 
     return finish

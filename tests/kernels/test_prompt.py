@@ -50,7 +50,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     out = torch.full(q.shape, float("nan")).half()
     launch(
-        prompt_attention(shape), (len(tiles) * shape.num_heads, 1), q, cache.stored,
+        prompt_attention(shape), (len(tiles) // 2 * shape.num_heads, 1), q, cache.stored,
         LAYER * cache.stored.stride(1), cache.stored.stride(0), block_tables, tiles, slopes, out,
         *block_tables.shape[1:],
     )  # fmt: skip
@@ -70,8 +70,15 @@ def _queries(rows: int, shape: PromptAttentionShape) -> tuple[Tensor, Tensor]:
     [
         pytest.param(PromptAttentionShape(2, 2, 32), [(0, 0, 1), (1, 64, 128)], 0, id="sequences"),
         pytest.param(PromptAttentionShape(2, 1, 32, True), [(0, 150, 171)], 0, id="gqa_alibi"),
-        pytest.param(PromptAttentionShape(1, 1, 64), [(0, 187, 205)], 60, id="window_skips_blocks"),
-        pytest.param(PromptAttentionShape(1, 1, 96), [(0, 63, 65)], 20, id="block_edge_window"),
+        pytest.param(
+            PromptAttentionShape(1, 1, 64, False, True),
+            [(0, 187, 205)],
+            60,
+            id="window_skips_blocks",
+        ),
+        pytest.param(
+            PromptAttentionShape(1, 1, 96, False, True), [(0, 63, 65)], 20, id="block_edge_window"
+        ),
         pytest.param(
             PromptAttentionShape(8, 1, 128), [(0, 70, 75)], 0, id="dim_128", marks=pytest.mark.slow
         ),
@@ -199,11 +206,14 @@ def test_tiles_end_at_blocks_tables_and_sequences() -> None:
     slots = np.array([1, 1, 1, 0, 0, 0])
     tables = np.array([0, 0, 0, 0, 0, 1])
     tiles = make_tiles(slots, tables, np.array([62, 63, 64, 9, 10, 11]), np.array([0] * 5 + [4]))
+    nothing = [0] * 6
     assert tiles[:, :6].tolist() == [
-        [1, 0, 64, 2, 1, 0],
         [1, 0, 62, 0, 2, 0],
+        [1, 0, 64, 2, 1, 0],
         [0, 1, 11, 5, 1, 4],
+        nothing,
         [0, 0, 9, 3, 2, 0],
+        nothing,
     ]
 
 
