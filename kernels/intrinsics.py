@@ -25,6 +25,11 @@ def _f32(x: float) -> float:
     return float(np.float32(x))
 
 
+def _floats(data: bytes) -> tuple[Any, ...]:
+    """float32 numbers whose sums and products are rounded as the device rounds them."""
+    return tuple(np.frombuffer(data, np.float32))
+
+
 def _half(bits: int) -> float:
     return float(np.uint16(bits & 0xFFFF).view(np.float16))
 
@@ -39,6 +44,12 @@ def _half_bits(x: float) -> int:
 
 @op("r", "", "mov.u32 $0, %tid.x;")
 def thread_id() -> int:
+    return emulator.current().thread_id
+
+
+@op("r", "", "mov.u32 $0, %tid.x;", volatile=True)
+def thread_id_again() -> int:
+    """The same, read anew: what is computed from it is not kept in registers from one loop turn to the next."""
     return emulator.current().thread_id
 
 
@@ -83,6 +94,20 @@ def load_128_if(address: int, condition: int) -> Four:
     if not condition:
         return (0, 0, 0, 0)
     return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
+@op(
+    "rr",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+    "@p ld.global.cg.v2.u32 {$0,$1}, [$2];}",
+    volatile=True,
+)
+def load_64_if(address: int, condition: int) -> tuple[int, int]:
+    """Two words, or zeros where `condition` is 0."""
+    if not condition:
+        return (0, 0)
+    return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
 
 
 @op("ff", "l", "ld.global.cg.v2.f32 {$0,$1}, [$2];", volatile=True)
@@ -327,12 +352,12 @@ def load_shared_128(address: int) -> Four:
 
 @op("ff", "r", "ld.shared.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_shared_f32x2(address: int) -> tuple[float, float]:
-    return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
+    return _floats(emulator.read_shared(address, 8))  # type: ignore[return-value]
 
 
 @op("f", "r", "ld.shared.f32 $0, [$1];", volatile=True)
 def load_shared_f32(address: int) -> float:
-    return float(struct.unpack("<f", emulator.read_shared(address, 4))[0])
+    return _floats(emulator.read_shared(address, 4))[0]  # type: ignore[no-any-return]
 
 
 @op("r", "r", "ld.shared.u32 $0, [$1];", volatile=True)
@@ -448,12 +473,12 @@ def store_async_f32x4(address: int, a: float, b: float, c: float, d: float, barr
 
 @op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_cluster_f32x2(address: int) -> tuple[float, float]:
-    return struct.unpack("<2f", emulator.read_shared(address, 8))  # type: ignore[return-value]
+    return _floats(emulator.read_shared(address, 8))  # type: ignore[return-value]
 
 
 @op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
 def load_shared_f32x4(address: int) -> Four:
-    return struct.unpack("<4f", emulator.read_shared(address, 16))
+    return _floats(emulator.read_shared(address, 16))  # type: ignore[return-value]
 
 
 @op("", "rf", "st.shared.f32 [$0], $1;", memory=True)
@@ -831,6 +856,15 @@ def smaller(a: int, b: int) -> int:
     return min(a, b)
 
 
+@op("r", "rrr", "fma.rn.f16x2 $0, $1, $2, $3;")
+def fma_half2(a: int, b: int, c: int) -> int:
+    """a b + c of two halves, each rounded once."""
+    sums = [_half(a >> s) * _half(b >> s) + _half(c >> s) for s in (0, 16)]
+    with np.errstate(over="ignore"):
+        bits = [int(np.float16(x).view(np.uint16)) for x in sums]
+    return bits[0] | bits[1] << 16
+
+
 @op("r", "rr", "mul.rn.f16x2 $0, $1, $2;")
 def mul_half2(a: int, b: int) -> int:
     low, high = (_half_bits(_half(a >> s) * _half(b >> s)) for s in (0, 16))
@@ -888,12 +922,9 @@ def mma(
     product = thread.warp.collective((a0, a1, a2, a3, b0, b1), _tile_product)
     row, column = divmod(thread.lane, 4)
     column *= 2
-    return (
-        _f32(c0 + product[row, column]),
-        _f32(c1 + product[row, column + 1]),
-        _f32(c2 + product[row + 8, column]),
-        _f32(c3 + product[row + 8, column + 1]),
-    )
+    there = product[row : row + 9 : 8, column : column + 2].reshape(4)
+    with np.errstate(invalid="ignore"):
+        return tuple((there + np.array([c0, c1, c2, c3], np.float64)).astype(np.float32))
 
 
 def _tile_product(fragments: list[Any]) -> Any:
