@@ -57,7 +57,10 @@ from kernels.linear_parts import (
     make_store,
     scale_pair,
 )
+from kernels.linear_wide import WideLaunch, make_wide_kernel
 
+# How the lanes that hold a tile's 8 pairs differ, here and in the wide kernel.
+PAIR_MASKS, WIDE_PAIR_MASKS = (1, 2, 4), (4, 8, 16)
 CLUSTERS = 15  # clusters of 8 blocks that an H200 runs at a time with one block a multiprocessor
 
 
@@ -351,7 +354,19 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     return kernel
 
 
-def _variant(name: str, launch: Launch, is_normed: bool, ends: Any, *constants: Any) -> Variant:
+def _variant(
+    name: str, launch: Launch | WideLaunch, is_normed: bool, ends: Any, *constants: Any
+) -> Variant:
+    if isinstance(launch, WideLaunch):
+        return Variant(
+            name=f"{name}_m{launch.columns}_t{launch.tiles}_wide{launch.cluster}",
+            function=make_wide_kernel(launch, is_normed, *ends),
+            args=ARGS,
+            num_threads=32 * (launch.num_warps + 2),
+            cluster=launch.cluster,
+            shared_bytes=launch.shared_bytes,
+            constants=(launch, is_normed, *constants),
+        )
     how = "_ring" if launch.rounds > 1 else "_push" if launch.is_push else "_pull"
     return Variant(
         name=f"{name}_m{launch.max_rows or launch.columns}_t{launch.tiles}{how}",
@@ -364,23 +379,26 @@ def _variant(name: str, launch: Launch, is_normed: bool, ends: Any, *constants: 
     )
 
 
-def store_product(name: str, launch: Launch, *, is_normed: bool, has_bias: bool = False) -> Variant:
+def store_product(
+    name: str, launch: Launch | WideLaunch, *, is_normed: bool, has_bias: bool = False
+) -> Variant:
     """float32 out = x W^T [+ bias]; `is_normed`: the RMS norm of x, else x as it is."""
     return _variant(name, launch, is_normed, make_store(launch.shape.n, has_bias), has_bias)
 
 
-def residual_product(name: str, launch: Launch, target: ProductShape) -> Variant:
+def residual_product(name: str, launch: Launch | WideLaunch, target: ProductShape) -> Variant:
     """x += h W^T in place, with what the next norm and its reader `target` need."""
-    ends = make_residual(launch.shape.n, target, launch.column_tiles)
+    masks = PAIR_MASKS if isinstance(launch, Launch) else WIDE_PAIR_MASKS
+    ends = make_residual(launch.shape.n, target, launch.column_tiles, masks)
     return _variant(name, launch, False, ends, target)
 
 
-def gated_product(name: str, launch: Launch, target: ProductShape) -> Variant:
+def gated_product(name: str, launch: Launch | WideLaunch, target: ProductShape) -> Variant:
     """fp16 silu(g) * u with [g; u] = norm(x) W^T, in the order of `target`; the shape's n is 2 d_ff."""
     ends = make_gated(launch.shape.n // 2, target, launch.column_tiles)
     return _variant(name, launch, True, ends, target)
 
 
-def qkv_product(name: str, launch: Launch, heads: HeadShape) -> Variant:
+def qkv_product(name: str, launch: Launch | WideLaunch, heads: HeadShape) -> Variant:
     """q, k, v = norm(x) W^T, turned; k and v go into the cache."""
     return _variant(name, launch, True, make_qkv(heads), heads)

@@ -268,7 +268,7 @@ def make_store(n: int, has_bias: bool) -> Any:
     return prepare, finish
 
 
-def make_residual(n: int, target: ProductShape, column_tiles: int, masks: Any = (1, 2, 4)) -> Any:
+def make_residual(n: int, target: ProductShape, column_tiles: int, masks: Any) -> Any:
     """x (rows, n) float32 += product: e0 = x, e1 = the new sums of squares (rows, n/16).
 
     What the next norm's reader multiplies, fp16 x * gain * PRESCALE in the order of `target`, goes to e3; e2 = that

@@ -11,6 +11,7 @@ from kernels import emulator, fragments, linear
 from kernels.compiler import Variant
 from kernels.fragments import ProductShape
 from kernels.linear import HeadShape, Launch
+from kernels.linear_wide import WideLaunch
 
 _TARGET = ProductShape(16, 32, 1)
 
@@ -63,7 +64,7 @@ def _pack(x: torch.Tensor, shape: ProductShape, column_tiles: int) -> torch.Tens
     return packed
 
 
-def _prescaled(x: torch.Tensor, gain: torch.Tensor, launch: Launch) -> torch.Tensor:
+def _prescaled(x: torch.Tensor, gain: torch.Tensor, launch: Launch | WideLaunch) -> torch.Tensor:
     return _pack(x * gain * fragments.PRESCALE, launch.shape, launch.column_tiles)
 
 
@@ -183,6 +184,44 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
     torch.testing.assert_close(keys[5].float(), turn(y[0, heads]), **tolerance)
     torch.testing.assert_close(values[5].float(), y[0, heads + kv], **tolerance)
     assert torch.count_nonzero(cache) <= 2 * dim
+
+
+def _few(shape: ProductShape) -> Launch:
+    return Launch(shape, 1, shape.sub_slices, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "launch"),
+    [
+        (16, WideLaunch(ProductShape(32, 512, 2), 2, 1, 1, 2, 3, 2)),
+        (19, WideLaunch(ProductShape(48, 256, 1), 2, 2, 1, 2, 2, 2)),
+        (9, WideLaunch(ProductShape(64, 512, 1, 2), 2, 1, 1, 2, 2, 2)),
+        (16, WideLaunch(ProductShape(64, 512, 1), 2, 1, 1, 2, 3, 2, shares=2)),
+        (12, WideLaunch(ProductShape(104, 512, 1), 1, 1, 1, 2, 3, 2, 1, True, 1)),
+    ],
+    ids=["ring", "padded_two_chunks", "four_parts", "shared_x", "rounds_with_kept_x"],
+)
+def test_wide_products_have_the_bits_of_single_rows(rows: int, launch: WideLaunch) -> None:
+    torch.manual_seed(rows)
+    n, k = launch.shape.n, launch.shape.k
+    weight, x, gain = _weight(n, k), torch.randn(rows, k), torch.rand(k) + 0.5
+    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(n, launch.shape))
+    out = torch.full((rows, n), float("nan"))
+    squares = _squares(x)
+    chunks = -(-rows // launch.columns)
+    _run(
+        linear.store_product("t", launch, is_normed=True), launch.clusters, chunks,
+        packed, _prescaled(x, gain, launch), squares, rows, 1e-6, out,
+    )  # fmt: skip
+    torch.testing.assert_close(out, _normed(x, gain) @ weight.float().T, rtol=1e-4, atol=2e-4)
+    few, alone = _few(launch.shape), torch.zeros(1, n)
+    for row in {0, rows - 1}:
+        one = slice(row, row + 1)
+        _run(
+            linear.store_product("t", few, is_normed=True), few.clusters, 1,
+            packed, _prescaled(x[one], gain, few), squares[one], 1, 1e-6, alone,
+        )  # fmt: skip
+        assert torch.equal(alone[0], out[row])
 
 
 def test_cache_order_round_trips() -> None:
