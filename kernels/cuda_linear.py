@@ -96,6 +96,8 @@ def linear_add(x: Tensor, weight: Packed, y: Tensor) -> None:
 
 def _multiply(x: Tensor, weight: Packed, y: Tensor, *, is_add: bool) -> None:
     assert x.is_contiguous() and y.is_contiguous(), "the kernel goes by addresses"
+    if len(x) == 0:
+        return
     fitting = [groups for groups in _DIRECT_GROUPS if weight.arrays.groups <= groups]
     if x.shape[0] <= 8 and fitting:
         multiply_directly(direct_shape(weight.arrays.kind, fitting[0]), x, weight, y, is_add)
