@@ -62,9 +62,7 @@ MERGE_THREADS = 128
 def _make_slopes(shape: Shape) -> Any:
     @traced("f" * shape.queries, is_tuple=True)
     def load_slopes(at: Any, count: Any) -> Any:
-        return tuple(
-            load_f32_if(at + g * 4, less(g, count)) * _LOG2E for g in range(shape.queries)
-        )
+        return tuple(load_f32_if(at + g * 4, less(g, count)) * _LOG2E for g in range(shape.queries))
 
     return load_slopes
 
@@ -82,7 +80,9 @@ def _make_put(shape: Shape) -> Any:
     count = shape.keep + 2
 
     @traced()
-    def put(results: Any, parts: Any, totals: Any, at: Any, num_parts: Any, d: Any, num_here: Any) -> None:
+    def put(
+        results: Any, parts: Any, totals: Any, at: Any, num_parts: Any, d: Any, num_here: Any
+    ) -> None:
         for g in range(shape.queries):
             is_there = less(g, num_here)
             where = wide(at + g * num_parts)
@@ -121,24 +121,47 @@ def _make_kernel(shape: Shape) -> Any:
     start, zeros, softmax, correct = (
         make(shape) for make in (make_start, make_zeros, make_softmax, make_correct)
     )
-    finish, fold, reset, read = (make(shape) for make in (make_finish, make_fold, make_reset, make_read))
+    finish, fold, reset, read = (
+        make(shape) for make in (make_finish, make_fold, make_reset, make_read)
+    )
     state_of, first_dim, load_slopes = make_state_of(shape), make_dim(shape), _make_slopes(shape)
     no_sums, put, write = _make_no_sums(shape), _make_put(shape), _make_write(shape)
-    store_query, query_sums = cuda_attend_pairs.make_store_query(shape), cuda_attend_pairs.make_query_sums(shape)
-    key_offset, exact_key_offset = (cuda_attend_pairs.make_key_offset(shape, x) for x in (False, True))
+    store_query, query_sums = (
+        cuda_attend_pairs.make_store_query(shape),
+        cuda_attend_pairs.make_query_sums(shape),
+    )
+    key_offset, exact_key_offset = (
+        cuda_attend_pairs.make_key_offset(shape, x) for x in (False, True)
+    )
     load_keys, load_exact_keys = (cuda_attend_pairs.make_load_keys(shape, x) for x in (False, True))
-    load_values, load_exact_values = (cuda_attend_pairs.make_load_values(shape, x) for x in (False, True))
+    load_values, load_exact_values = (
+        cuda_attend_pairs.make_load_values(shape, x) for x in (False, True)
+    )
     scores, exact_scores = (cuda_attend_pairs.make_scores(shape, x) for x in (False, True))
     values, exact_values_of = (cuda_attend_pairs.make_values(shape, x) for x in (False, True))
-    share, load_scales = cuda_attend_pairs.make_share(shape), cuda_attend_pairs.make_load_scales(shape)
+    share, load_scales = (
+        cuda_attend_pairs.make_share(shape),
+        cuda_attend_pairs.make_load_scales(shape),
+    )
     exact_scales = cuda_attend_pairs.exact_scales
-    sink_scores, sink_values_of = cuda_attend_pairs.make_sink_scores(shape), cuda_attend_pairs.make_sink_values(shape)
-    load_query, scale_offset = cuda_attend_rows.make_load_query(shape), cuda_attend_rows.make_scale_offset(shape)
+    sink_scores, sink_values_of = (
+        cuda_attend_pairs.make_sink_scores(shape),
+        cuda_attend_pairs.make_sink_values(shape),
+    )
+    load_query, scale_offset = (
+        cuda_attend_rows.make_load_query(shape),
+        cuda_attend_rows.make_scale_offset(shape),
+    )
     dots, exact_dots = (cuda_attend_rows.make_dots(shape, x) for x in (False, True))
     add_rows, add_exact_rows = (cuda_attend_rows.make_add_rows(shape, x) for x in (False, True))
-    sink_dots, add_sinks = cuda_attend_rows.make_sink_dots(shape), cuda_attend_rows.make_add_sinks(shape)
+    sink_dots, add_sinks = (
+        cuda_attend_rows.make_sink_dots(shape),
+        cuda_attend_rows.make_add_sinks(shape),
+    )
     part_rows, batch, lanes = shape.part_rows, cuda_attend_rows.batch_of(shape), shape.lanes
-    make_offset = cuda_attend_pairs.make_value_offset if has_keys else cuda_attend_rows.make_row_offset
+    make_offset = (
+        cuda_attend_pairs.make_value_offset if has_keys else cuda_attend_rows.make_row_offset
+    )
     value_offset, exact_value_offset = (make_offset(shape, x) for x in (False, True))
 
     def kernel(
@@ -186,13 +209,18 @@ def _make_kernel(shape: Shape) -> Any:
             if slopes != 0:
                 slope = load_slopes(slopes + query_head * 4, num_here)
             row_q = q + wide(row * q_width + query_head * dim) * 4
-            sums, sums_of_four = base + sums_at + thread_id() * 4, base + sums_at + level_bytes + thread_id() * 4
+            sums, sums_of_four = (
+                base + sums_at + thread_id() * 4,
+                base + sums_at + level_bytes + thread_id() * 4,
+            )
             weights = base + weights_at + warp * warp_weights
             query_total = no_sums()
             if has_keys:
                 for i in range(thread_id(), n * dim, num_threads):
                     which = quotient(i, dim)
-                    store_query(base, which, remainder(i, dim), row_q + i * 4, which < num_here, scale)
+                    store_query(
+                        base, which, remainder(i, dim), row_q + i * 4, which < num_here, scale
+                    )
                 sync_block()
                 if is_int4:
                     query_total = query_sums(base, lane)
@@ -232,7 +260,9 @@ def _make_kernel(shape: Shape) -> Any:
                                     key_at = near_exact_keys if is_near else exact_keys
                                     value_at = near_exact_values if is_near else exact_values
                                     key_at += wide(at) * exact_bytes + exact_key_offset(warp, lane)
-                                    value_at += wide(at) * exact_bytes + exact_value_offset(warp, lane)
+                                    value_at += wide(at) * exact_bytes + exact_value_offset(
+                                        warp, lane
+                                    )
                                     key_words = load_exact_keys(key_at)
                                     value_words = load_exact_values(value_at, last, lane)
                                     scaling = exact_scales()
@@ -246,7 +276,8 @@ def _make_kernel(shape: Shape) -> Any:
                                     key_words = load_keys(key_at)
                                     value_words = load_values(value_at, last, lane)
                                     scaling = load_scales(
-                                        scale_at + wide(at) * scale_bytes + lane * 4, has_sink and lane < 2
+                                        scale_at + wide(at) * scale_bytes + lane * 4,
+                                        has_sink and lane < 2,
                                     )
                                     products = scores(key_words, my_queries)
                                 share(products, mine, lane)
@@ -259,20 +290,27 @@ def _make_kernel(shape: Shape) -> Any:
                                 scale_at = near_scales if is_near else scales_of
                                 if has_copies and is_exact:
                                     value_at = near_exact_values if is_near else exact_values
-                                    value_at += wide(at) * exact_bytes + exact_value_offset(warp, lane)
+                                    value_at += wide(at) * exact_bytes + exact_value_offset(
+                                        warp, lane
+                                    )
                                 else:
                                     value_at += wide(at) * value_bytes + value_offset(warp, lane)
                                     scale_at += wide(at) * scale_bytes + scale_offset(warp, lane)
                                 at_row = quotient(lane, lanes) * part_rows
                                 for first_row in range(at_row, at_row + part_rows, batch):
                                     if has_copies and is_exact:
-                                        exact_dots(value_at, scale_at, query, mine, first_row, last, lane)
+                                        exact_dots(
+                                            value_at, scale_at, query, mine, first_row, last, lane
+                                        )
                                     else:
                                         dots(value_at, scale_at, query, mine, first_row, last, lane)
                                 if has_copies and has_sink:
                                     sync_warp()
                                     sink_dots(
-                                        sink_values + sink_at + exact_value_offset(warp, lane), query, mine, lane
+                                        sink_values + sink_at + exact_value_offset(warp, lane),
+                                        query,
+                                        mine,
+                                        lane,
                                     )
                             if num_warps > 1:
                                 sync_block()
@@ -291,18 +329,28 @@ def _make_kernel(shape: Shape) -> Any:
                                     total = values(total, value_words, weights, lane)
                                 if has_copies and has_sink:
                                     total = sink_values_of(
-                                        total, sink_values + sink_at + exact_value_offset(warp, lane), weights, lane
+                                        total,
+                                        sink_values + sink_at + exact_value_offset(warp, lane),
+                                        weights,
+                                        lane,
                                     )
                             else:
                                 at_row = quotient(lane, lanes) * part_rows
                                 for first_row in range(at_row, at_row + part_rows, batch):
                                     if has_copies and is_exact:
-                                        total = add_exact_rows(total, value_at, scale_at, weights, first_row, last)
+                                        total = add_exact_rows(
+                                            total, value_at, scale_at, weights, first_row, last
+                                        )
                                     else:
-                                        total = add_rows(total, value_at, scale_at, weights, first_row, last)
+                                        total = add_rows(
+                                            total, value_at, scale_at, weights, first_row, last
+                                        )
                                 if has_copies and has_sink:
                                     total = add_sinks(
-                                        total, sink_values + sink_at + exact_value_offset(warp, lane), weights, lane
+                                        total,
+                                        sink_values + sink_at + exact_value_offset(warp, lane),
+                                        weights,
+                                        lane,
                                     )
                             turn = 1 - turn
                         entry = following
@@ -310,13 +358,29 @@ def _make_kernel(shape: Shape) -> Any:
                     results = finish(total, state, lane)
                     if splits == streams:
                         at = (row * (heads * group) + query_head) * streams + stream
-                        put(results, parts, part_totals, at, streams, first_dim(warp, lane), num_here)
+                        put(
+                            results,
+                            parts,
+                            part_totals,
+                            at,
+                            streams,
+                            first_dim(warp, lane),
+                            num_here,
+                        )
                     else:
                         fold(sums_of_four, results)
                 if stream & 3 == 3:
                     if splits == 4:
                         at = (row * (heads * group) + query_head) * 4 + split
-                        put(read(sums_of_four), parts, part_totals, at, 4, first_dim(warp, lane), num_here)
+                        put(
+                            read(sums_of_four),
+                            parts,
+                            part_totals,
+                            at,
+                            4,
+                            first_dim(warp, lane),
+                            num_here,
+                        )
                     elif splits == 1:
                         fold(sums, read(sums_of_four))
             if splits == 1:

@@ -359,7 +359,8 @@ def make_finish(shape: Shape) -> Any:
             if in_place:
                 zero = sum_of_warp(state[2 * n + g])
                 values = [x + zero for x in values]
-            results += [*values, state[g], sum_of_warp(state[n + g])]
+            # rounded to fp32 on the emulator too, before they go one way or another
+            results += [fma(x, 1.0, 0.0) for x in (*values, state[g], sum_of_warp(state[n + g]))]
         return tuple(results)
 
     return finish

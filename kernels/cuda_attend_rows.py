@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.cuda_attend_parts import WEIGHTS_BYTES, Shape, gathered, halves, kept_index, shared_floats
+from kernels.cuda_attend_parts import (
+    WEIGHTS_BYTES,
+    Shape,
+    gathered,
+    halves,
+    kept_index,
+    shared_floats,
+)
 from kernels.device_code import traced
 from kernels.intrinsics import (
     f32_of,
@@ -101,7 +108,9 @@ def _exact_line(shape: Shape, at: Any) -> list[Any]:
     return [*load_64(at), *load_64(at + shape.group)] if shape.is_int4 else list(load_128(at))
 
 
-def _load(shape: Shape, is_exact: bool, at: Any, scales: Any, first: Any, last: Any) -> list[list[Any]]:
+def _load(
+    shape: Shape, is_exact: bool, at: Any, scales: Any, first: Any, last: Any
+) -> list[list[Any]]:
     """Lines `first` .. as 8 floats each; instead of those after `last`, which may hold anything, that one."""
     batch = batch_of(shape)
     rows = [smaller(first + i, last) for i in range(batch)]
@@ -109,7 +118,9 @@ def _load(shape: Shape, is_exact: bool, at: Any, scales: Any, first: Any, last: 
         words = [_exact_line(shape, at + wide(row * (shape.dim * 2))) for row in rows]
         return [halves(line) for line in words]
     packed = [load_32(at + wide(row * shape.stored_dim)) for row in rows]
-    scale, zero = (_load_halves(scales + wide(first * 2) + i * (BLOCK_SIZE * 2), batch) for i in range(2))
+    scale, zero = (
+        _load_halves(scales + wide(first * 2) + i * (BLOCK_SIZE * 2), batch) for i in range(2)
+    )
     lines = []
     for i, word in enumerate(packed):
         line = []
@@ -134,7 +145,9 @@ def make_dots(shape: Shape, is_exact: bool) -> Any:
     masks = [m for m in (8, 4, 2, 1) if m < shape.lanes]
 
     @traced()
-    def dots(at: Any, scales: Any, query: Any, scores: Any, first: Any, last: Any, lane: Any) -> None:
+    def dots(
+        at: Any, scales: Any, query: Any, scores: Any, first: Any, last: Any, lane: Any
+    ) -> None:
         lines = _load(shape, is_exact, at, scales, first, last)
         kept = first + kept_index(lane, batch, masks)
         for g in range(n):
@@ -157,9 +170,7 @@ def make_add_rows(shape: Shape, is_exact: bool) -> Any:
     n, batch = shape.queries, batch_of(shape)
 
     @traced("f" * (8 * n))
-    def add_rows(
-        total: Any, at: Any, scales: Any, weights: Any, first: Any, last: Any
-    ) -> Any:
+    def add_rows(total: Any, at: Any, scales: Any, weights: Any, first: Any, last: Any) -> Any:
         sums = list(total)
         lines = _load(shape, is_exact, at, scales, first, last)
         for g in range(n):

@@ -184,7 +184,9 @@ def variants() -> dict[str, Variant]:
         has_scales = kind in ("int8", "int4")
         found += [_store(kind, True), _gather(kind, True)]
         for dim, queries in ((128, 1), (64, 4), (16, 2)):
-            found.append(_attend(Shape(kind, dim, queries, True, dim * has_scales, dim * (kind == "fp32"))))
+            found.append(
+                _attend(Shape(kind, dim, queries, True, dim * has_scales, dim * (kind == "fp32")))
+            )
     for kind in ("fp16", "int4"):
         found += [_store(kind, False), _gather(kind, False)]
         group = 128 if kind == "int4" else 0

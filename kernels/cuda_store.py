@@ -106,7 +106,9 @@ def _make_store(kind: str, has_keys: bool) -> Any:
     num_kinds = 2 if has_keys else 1
 
     @device_function
-    def cut(vector: Any, group: Any, first: Any, out: Any, step: Any, scales: Any, lane: Any) -> None:
+    def cut(
+        vector: Any, group: Any, first: Any, out: Any, step: Any, scales: Any, lane: Any
+    ) -> None:
         """One group of a vector, by a warp. `step`: bytes from one stored number to the next."""
         low, high = 0xFFFFFFFF, 0
         for i in range(lane, group, 32):
@@ -130,7 +132,10 @@ def _make_store(kind: str, has_keys: bool) -> Any:
             if lane == 0:
                 store_16(scales + number * (2 * block_size), scale)
             for i in range(lane, group, 32):
-                store_8(out + wide((first + i) * step), code(load_f32(vector + (first + i) * 4), scale, 0))
+                store_8(
+                    out + wide((first + i) * step),
+                    code(load_f32(vector + (first + i) * 4), scale, 0),
+                )
 
     @device_function
     def copy(vector: Any, first: Any, last: Any, out: Any, step: Any, lane: Any) -> None:
@@ -168,7 +173,10 @@ def _make_store(kind: str, has_keys: bool) -> Any:
             if piece < num_kinds * pieces:
                 is_key = has_keys and piece < pieces
                 first = (piece if is_key else piece - pieces * (num_kinds - 1)) * group
-                vector = rows + wide(row * width + head * dim + (first_key if is_key else first_value)) * 4
+                vector = (
+                    rows
+                    + wide(row * width + head * dim + (first_key if is_key else first_value)) * 4
+                )
                 if is_fp32:
                     for i in range(first + lane, first + group, 32):
                         x = load_f32(vector + i * 4)
@@ -178,25 +186,71 @@ def _make_store(kind: str, has_keys: bool) -> Any:
                             store_f32(values + (at * block_size + offset) * (padded * 4) + i * 4, x)
                 elif is_fp16:
                     if is_key:
-                        copy(vector, first, first + group, keys + at * (2 * block_size * dim) + offset * 2, block_size, lane)
+                        copy(
+                            vector,
+                            first,
+                            first + group,
+                            keys + at * (2 * block_size * dim) + offset * 2,
+                            block_size,
+                            lane,
+                        )
                     else:
-                        copy(vector, first, first + group, values + (at * block_size + offset) * (dim * 2), 1, lane)
+                        copy(
+                            vector,
+                            first,
+                            first + group,
+                            values + (at * block_size + offset) * (dim * 2),
+                            1,
+                            lane,
+                        )
                 else:
                     stored = dim >> 1 if is_int4 else dim
                     numbers = pieces * 2 if is_int4 else pieces
                     scale_at = scales + (at * num_kinds * numbers * block_size + offset) * 2
                     if is_key:
-                        cut(vector, group, first, keys + at * (stored * block_size) + offset, block_size, scale_at, lane)
+                        cut(
+                            vector,
+                            group,
+                            first,
+                            keys + at * (stored * block_size) + offset,
+                            block_size,
+                            scale_at,
+                            lane,
+                        )
                     else:
                         scale_at += wide((num_kinds - 1) * numbers * block_size) * 2
-                        cut(vector, group, first, values + (at * block_size + offset) * stored, 1, scale_at, lane)
+                        cut(
+                            vector,
+                            group,
+                            first,
+                            values + (at * block_size + offset) * stored,
+                            1,
+                            scale_at,
+                            lane,
+                        )
                     if exact_copy >= 0:
                         if is_key:
-                            copy(vector, first, first + group, exact_keys + (exact_at + offset) * 2, block_size, lane)
+                            copy(
+                                vector,
+                                first,
+                                first + group,
+                                exact_keys + (exact_at + offset) * 2,
+                                block_size,
+                                lane,
+                            )
                         else:
-                            copy(vector, first, first + group, exact_values + (exact_at + offset * dim) * 2, 1, lane)
+                            copy(
+                                vector,
+                                first,
+                                first + group,
+                                exact_values + (exact_at + offset * dim) * 2,
+                                1,
+                                lane,
+                            )
                     if sink >= 0:
-                        sinks = (sink_keys if is_key else sink_values) + (sink_at + offset * dim) * 2
+                        sinks = (sink_keys if is_key else sink_values) + (
+                            sink_at + offset * dim
+                        ) * 2
                         copy(vector, first, first + group, sinks, 1, lane)
 
     return kernel
@@ -214,7 +268,9 @@ def store(kind: str, has_keys: bool) -> Variant:
     """
     name = f"store_{'' if has_keys else 'h_'}{kind}"
     args = "l" * 14 + "r" * 13
-    return Variant(name, _make_store(kind, has_keys), args, STORE_THREADS, constants=(kind, has_keys))
+    return Variant(
+        name, _make_store(kind, has_keys), args, STORE_THREADS, constants=(kind, has_keys)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- mapped blocks
@@ -225,10 +281,15 @@ def _make_gather(kind: str, has_keys: bool) -> Any:
     block_size, threads, num_kinds = BLOCK_SIZE, READ_THREADS, 2 if has_keys else 1
 
     @device_function
-    def columns(source: Any, target: Any, offset: Any, k: Any, lines: Any, width: Any, is_there: Any) -> None:
+    def columns(
+        source: Any, target: Any, offset: Any, k: Any, lines: Any, width: Any, is_there: Any
+    ) -> None:
         """Column `offset` of `lines` lines of 64 numbers to column k, by the two threads of a position."""
         for line in range(thread_id() >> 6, lines, 2):
-            at, to = source + wide(line * block_size + offset) * width, target + wide(line * block_size + k) * width
+            at, to = (
+                source + wide(line * block_size + offset) * width,
+                target + wide(line * block_size + k) * width,
+            )
             if width == 4:
                 store_32(to, load_32(at) if is_there else 0)
             elif width == 2:
@@ -265,7 +326,10 @@ def _make_gather(kind: str, has_keys: bool) -> Any:
                 if block == position >> 6:
                     # a row's own block has exact copies of all its keys, or of none
                     own = load_i32(places + (position - (block - j) * block_size) * 4)
-                    copies = exact_tables + wide((slot * exact_num_tables + table) * exact_max_blocks) * 4
+                    copies = (
+                        exact_tables
+                        + wide((slot * exact_num_tables + table) * exact_max_blocks) * 4
+                    )
                     copy = load_i32(copies + (own >> 6) * 4)
                     if copy >= 0 and is_there:
                         copy = load_i32(copies + (place >> 6) * 4)
@@ -276,19 +340,41 @@ def _make_gather(kind: str, has_keys: bool) -> Any:
                 if has_keys:
                     columns(exact_keys + at, near_exact_keys + to, offset, k, dim, 2, is_there)
                 line(
-                    exact_values + at + offset * dim * 2, near_exact_values + to + k * dim * 2, dim * 2, is_there
+                    exact_values + at + offset * dim * 2,
+                    near_exact_values + to + k * dim * 2,
+                    dim * 2,
+                    is_there,
                 )
             else:
                 found = 0
                 if is_there:
-                    found = load_i32(block_tables + wide((slot * num_tables + table) * max_blocks + (place >> 6)) * 4)
+                    found = load_i32(
+                        block_tables
+                        + wide((slot * num_tables + table) * max_blocks + (place >> 6)) * 4
+                    )
                 at, to = wide((found * layers + layer) * heads + head), wide(unit * heads + head)
                 key_bytes, scale_lines = stored_dim * block_size * size, num_kinds * num_scales
                 if has_keys:
-                    columns(keys + at * key_bytes, near_keys + to * key_bytes, offset, k, stored_dim, size, is_there)
+                    columns(
+                        keys + at * key_bytes,
+                        near_keys + to * key_bytes,
+                        offset,
+                        k,
+                        stored_dim,
+                        size,
+                        is_there,
+                    )
                 if has_copies:
                     scale_bytes = scale_lines * block_size * 2
-                    columns(scales + at * scale_bytes, near_scales + to * scale_bytes, offset, k, scale_lines, 2, is_there)
+                    columns(
+                        scales + at * scale_bytes,
+                        near_scales + to * scale_bytes,
+                        offset,
+                        k,
+                        scale_lines,
+                        2,
+                        is_there,
+                    )
                 line(
                     values + (at * block_size + offset) * row_bytes, near_values + (to * block_size + k) * row_bytes,
                     row_bytes, is_there,
@@ -313,7 +399,9 @@ def gather(kind: str, has_keys: bool) -> Variant:
     """
     name = f"gather_{'' if has_keys else 'h_'}{kind}"
     args = "l" * 18 + "r" * 13
-    return Variant(name, _make_gather(kind, has_keys), args, READ_THREADS, constants=(kind, has_keys))
+    return Variant(
+        name, _make_gather(kind, has_keys), args, READ_THREADS, constants=(kind, has_keys)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ inputs
@@ -346,15 +434,32 @@ def _make_read(kind: str) -> Any:
             k, d = block_y() * read_rows + quotient(i, dim), remainder(i, dim)
             stored = wide(block * layers + layer) * block_size + k
             if copy >= 0:
-                x = _float_of(load_16(exact_values + ((wide(copy * layers + layer) * block_size + k) * dim + d) * 2))
+                x = _float_of(
+                    load_16(
+                        exact_values
+                        + ((wide(copy * layers + layer) * block_size + k) * dim + d) * 2
+                    )
+                )
             elif sink >= 0 and k < num_sinks:
-                x = _float_of(load_16(sink_values + ((wide(sink * layers + layer) * num_sinks + k) * dim + d) * 2))
+                x = _float_of(
+                    load_16(
+                        sink_values + ((wide(sink * layers + layer) * num_sinks + k) * dim + d) * 2
+                    )
+                )
             elif is_int4:
                 half, number, within = group >> 1, quotient(d, group), remainder(d, group)
                 upper = 1 if within >= half else 0
                 byte = load_8(values + stored * (dim >> 1) + number * half + within - upper * half)
                 lines = quotient(dim, group) * 2
-                at = scales + (wide(block * layers + layer) * (lines * block_size) + number * (2 * block_size) + k) * 2
+                at = (
+                    scales
+                    + (
+                        wide(block * layers + layer) * (lines * block_size)
+                        + number * (2 * block_size)
+                        + k
+                    )
+                    * 2
+                )
                 x = _uncut((byte >> (upper * 4)) & 15, load_16(at), load_16(at + block_size * 2))
             else:
                 x = _float_of(load_16(values + (stored * dim + d) * 2))
@@ -370,4 +475,6 @@ def read(kind: str) -> Variant:
     (blocks,), a copy -1 for none; out float32 (blocks, 64, dim), written; the layer; layers of the cache; dim; values per
     group. The first block's sinks are exact. Its grid is (blocks, 16).
     """
-    return Variant(f"read_{kind}", _make_read(kind), "l" * 8 + "r" * 4, READ_THREADS, constants=(kind,))
+    return Variant(
+        f"read_{kind}", _make_read(kind), "l" * 8 + "r" * 4, READ_THREADS, constants=(kind,)
+    )
