@@ -186,42 +186,58 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
     assert torch.count_nonzero(cache) <= 2 * dim
 
 
-def _few(shape: ProductShape) -> Launch:
-    return Launch(shape, 1, shape.sub_slices, 1, True)
-
-
 @pytest.mark.parametrize(
     ("rows", "launch"),
     [
-        (16, WideLaunch(ProductShape(32, 512, 2), 2, 1, 1, 2, 3, 2)),
-        (19, WideLaunch(ProductShape(48, 256, 1), 2, 2, 1, 2, 2, 2)),
-        (9, WideLaunch(ProductShape(64, 512, 1, 2), 2, 1, 1, 2, 2, 2)),
-        (16, WideLaunch(ProductShape(64, 512, 1), 2, 1, 1, 2, 3, 2, shares=2)),
-        (12, WideLaunch(ProductShape(104, 512, 1), 1, 1, 1, 2, 3, 2, 1, True, 1)),
+        (16, WideLaunch(ProductShape(24, 512, 2), 2, 1, 1, 2, 3, 2)),
+        (17, WideLaunch(ProductShape(32, 256, 1), 2, 2, 1, 2, 2, 2)),
+        (9, WideLaunch(ProductShape(64, 512, 2, 2), 4, 1, 1, 2, 2, 2)),
+        (16, WideLaunch(ProductShape(32, 512, 1), 1, 1, 1, 2, 3, 2, shares=2)),
+        (5, WideLaunch(ProductShape(120, 256, 2), 2, 1, 1, 1, 3, 2, 1, True, 1)),
     ],
-    ids=["ring", "padded_two_chunks", "four_parts", "shared_x", "rounds_with_kept_x"],
+    ids=["ring", "two_chunks", "four_parts", "shared_x", "rounds_with_kept_x"],
 )
 def test_wide_products_have_the_bits_of_single_rows(rows: int, launch: WideLaunch) -> None:
     torch.manual_seed(rows)
-    n, k = launch.shape.n, launch.shape.k
-    weight, x, gain = _weight(n, k), torch.randn(rows, k), torch.rand(k) + 0.5
-    packed = fragments.pack_weight(weight, launch.shape, fragments.plain_rows(n, launch.shape))
-    out = torch.full((rows, n), float("nan"))
-    squares = _squares(x)
-    chunks = -(-rows // launch.columns)
-    _run(
-        linear.store_product("t", launch, is_normed=True), launch.clusters, chunks,
-        packed, _prescaled(x, gain, launch), squares, rows, 1e-6, out,
-    )  # fmt: skip
-    torch.testing.assert_close(out, _normed(x, gain) @ weight.float().T, rtol=1e-4, atol=2e-4)
-    few, alone = _few(launch.shape), torch.zeros(1, n)
-    for row in {0, rows - 1}:
-        one = slice(row, row + 1)
+    shape, row = launch.shape, rows - 1
+    weight, x, gain = (
+        _weight(shape.n, shape.k),
+        torch.randn(rows, shape.k),
+        torch.rand(shape.k) + 0.5,
+    )
+    packed = fragments.pack_weight(weight, shape, fragments.plain_rows(shape.n, shape))
+    out, alone = torch.full((rows, shape.n), float("nan")), torch.zeros(1, shape.n)
+    few = Launch(shape, shape.group, shape.group * shape.sub_slices, 1, True)
+    for some, one, y in ((slice(0, rows), launch, out), (slice(row, rows), few, alone)):
         _run(
-            linear.store_product("t", few, is_normed=True), few.clusters, 1,
-            packed, _prescaled(x[one], gain, few), squares[one], 1, 1e-6, alone,
+            linear.store_product("t", one, is_normed=True), one.clusters, -(-len(y) // one.columns),
+            packed, _prescaled(x[some], gain, one), _squares(x[some]), len(y), 1e-6, y,
         )  # fmt: skip
-        assert torch.equal(alone[0], out[row])
+    torch.testing.assert_close(out, _normed(x, gain) @ weight.float().T, rtol=1e-4, atol=2e-4)
+    assert torch.equal(alone[0], out[row])
+
+
+def test_wide_residuals_leave_what_single_rows_leave() -> None:
+    torch.manual_seed(5)
+    shape, rows = ProductShape(32, 256, 2), 10
+    weight, h, x = _weight(32, 256), torch.randn(rows, 256).half(), torch.randn(rows, 32)
+    packed = fragments.pack_weight(weight, shape, fragments.plain_rows(32, shape))
+    gain, left = torch.rand(32) + 0.5, []
+    wide, few = WideLaunch(shape, 2, 1, 1, 2, 2, 2), Launch(shape, 2, 2, 1, True)
+    for some, launch in ((slice(0, rows), wide), (slice(9, 10), few)):
+        y, n = x[some].clone(), len(x[some])
+        squares = torch.zeros(n, 2)
+        following = torch.zeros(fragments.packed_size(n, _TARGET, launch.column_tiles)).half()
+        _run(
+            linear.residual_product("t", launch, _TARGET), 1, 1,
+            packed, _pack(h[some], shape, launch.column_tiles), 0, n, 0.0, y, squares, gain, following,
+        )  # fmt: skip
+        read = following[_place(n, 32, _TARGET, launch.column_tiles)]
+        left.append(torch.cat([y, squares, read.float()], 1)[-1])
+    assert torch.equal(*left)
+    torch.testing.assert_close(
+        left[0][:32], x[9] + weight.float() @ h[9].float(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_cache_order_round_trips() -> None:
