@@ -25,6 +25,8 @@ from kernels.attention_parts import (
     make_scores,
     make_scores_int4,
     make_send,
+    make_sink_scores,
+    make_sink_values,
     make_slopes,
     make_softmax,
     make_undo,
@@ -39,6 +41,7 @@ from kernels.attention_parts import (
 )
 from kernels.compiler import Variant
 from kernels.device_code import device_function
+from kernels.fragment_commit import make_commit, make_sink_copy
 from kernels.fragments import ProductShape
 from kernels.intrinsics import (
     block_x,
@@ -122,6 +125,11 @@ class AttentionShape:
         """One block of one layer and kv head in its stored format."""
         return 2 * self.stored_bytes if self.format == "int4" else 256 * self.head_dim
 
+    @property
+    def sink_bytes(self) -> int:
+        """The exact sinks of one layer and kv head."""
+        return 4 * NUM_SINKS * self.head_dim if self.format == "int4" else 0
+
 
 @dataclass(frozen=True)
 class AttentionLaunch:
@@ -163,7 +171,8 @@ class AttentionLaunch:
     @property
     def shared_bytes(self) -> int:
         results = STREAMS * self.shape.group * self.result_floats * 4
-        return self.ring_bytes + results + 8 * self.num_warps * self.stages + 8
+        bars = 8 * self.num_warps * self.stages + 16
+        return self.ring_bytes + results + self.shape.sink_bytes + bars
 
 
 def choose_launch(
@@ -200,7 +209,7 @@ def choose_launch(
 
 # --- the kernel ------------------------------------------------------------------------------------
 
-_ARGS = "l" * 15 + "rrrrf"
+_ARGS = "l" * 18 + "rrrrf"
 
 
 def _make_kernel(launch: AttentionLaunch) -> Any:
@@ -221,10 +230,11 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     parts = shape.exact_parts
     exact_head_bytes, stored_head_bytes = parts * chunk_bytes, shape.stored_head_bytes
     results_at = launch.ring_bytes
-    bars_at = results_at + STREAMS * group * launch.result_floats * 4
-    owned, num_threads = dim // cluster, 32 * num_warps
-    results_bar_at = launch.shared_bytes - 8
     result_bytes = STREAMS * group * launch.result_floats * 4
+    sinks_at, sink_bytes = results_at + result_bytes, shape.sink_bytes
+    bars_at = sinks_at + sink_bytes
+    owned, num_threads = dim // cluster, 32 * num_warps
+    sinks_bar_at, results_bar_at = launch.shared_bytes - 16, launch.shared_bytes - 8
     query_bytes = group * dim * (4 if is_paged else 2)
     undo, load_query = make_undo(shape), make_load_query(shape, is_paged)
     scores, correct = make_scores(shape), make_correct(shape)
@@ -234,7 +244,11 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     softmax_stored, softmax_stored_masked = (
         make_softmax(shape, True, masked) for masked in (False, True)
     )
+    softmax_sinks = make_softmax(shape, True, True, True)
     scores_int4, values_int4 = make_scores_int4(shape), make_values_int4(shape)
+    sink_scores, sink_values = make_sink_scores(shape), make_sink_values(shape)
+    commit, copy_sink = make_commit(dim), make_sink_copy(dim)
+    is_committing = is_int4 and not is_paged
     zeros, send, merge = make_zeros(shape), make_send(launch), make_merge(launch)
     load_slopes, write = make_slopes(shape), make_write(launch)
 
@@ -298,8 +312,8 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     def kernel(
         q: Any, exact_cache: Any, exact_blocks: Any, exact_block_bytes: Any, stored_cache: Any,
         stored_block_bytes: Any, tables: Any, positions: Any, row_info: Any, slopes: Any, windows: Any,
-        loop_of: Any, row_map: Any, mapped: Any, out: Any, loop: Any, max_loops: Any, max_blocks: Any, q_stride: Any,
-        scale: Any,
+        loop_of: Any, row_map: Any, mapped: Any, out: Any, sinks: Any, sink_of: Any, sinks_bytes: Any,
+        loop: Any, max_loops: Any, max_blocks: Any, q_stride: Any, scale: Any,
     ) -> None:  # fmt: skip
         lane, warp = thread_id() & 31, thread_id() >> 5
         base, rank = shared_base(), cluster_rank()
@@ -313,6 +327,9 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
             for i in range(stages):
                 mbarrier_init(bars + 8 * i, 1)
             mbarrier_init_fence()
+            if is_int4 and warp == 0:
+                mbarrier_init(base + sinks_bar_at, 1)
+                mbarrier_init_fence()
             if cluster > 1 and warp == 0:
                 mbarrier_init(base + results_bar_at, 1)
                 mbarrier_init_fence()
@@ -354,6 +371,13 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                 if position - width >= 127:
                     low = (position - width + 1) >> 6
         first_stream = (rank * num_warps + warp) * warp_streams
+        sink = -1
+        if is_int4 and own > 0 and first_stream == 0 and sink_of != 0:
+            sink = load_i32(sink_of + wide(load_i32(table)) * 4)
+            if sink >= 0 and lane == 0:
+                mbarrier_expect(base + sinks_bar_at, sink_bytes)
+                source = sinks + wide(sink) * sinks_bytes + kv_head * sink_bytes
+                bulk_copy(base + sinks_at, source, sink_bytes, base + sinks_bar_at)
         per_stream = (own + STREAMS - first_stream) >> 4
         per_stream = per_stream if per_stream > 0 else 0
         stream, ordinal, part, loads, entries, page = fetch(
@@ -385,6 +409,9 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                     if is_int4 and block < own:
                         chunk = arrived(used, ring, bars)
                         shown = scores_int4(chunk + lane * 16, chunk + scales_at, query, sums, lane)
+                        if block == 0 and sink >= 0:
+                            mbarrier_wait(base + sinks_bar_at, 0)
+                            shown = sink_scores(shown, base + sinks_at, query, lane)
                         sync_warp()
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
@@ -392,19 +419,28 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                             own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
                         chunk = arrived(used, ring, bars)
-                        if window < no_window:
-                            step = softmax_stored_masked(
-                                shown, state, chunk + scales_at, block * 64, position, window, num_sinks,
+                        if block == 0 and sink >= 0:
+                            first_step = softmax_sinks(
+                                shown, state, chunk + scales_at, 0, position, window, num_sinks,
                                 slope, lane,
                             )  # fmt: skip
+                            weights, state = first_step[0:8], first_step[8:14]
+                            sink_v = base + sinks_at + sink_bytes // 2
+                            total = sink_values(sink_v, first_step[16], lane)
                         else:
-                            step = softmax_stored(
-                                shown, state, chunk + scales_at, block * 64, position, window, num_sinks,
-                                slope, lane,
-                            )  # fmt: skip
-                        state = step[8:14]
-                        total = correct(total, step[14], step[15])
-                        total = values_int4(total, step[0:8], chunk + lane * 16)
+                            if window < no_window:
+                                step = softmax_stored_masked(
+                                    shown, state, chunk + scales_at, block * 64, position, window,
+                                    num_sinks, slope, lane,
+                                )  # fmt: skip
+                            else:
+                                step = softmax_stored(
+                                    shown, state, chunk + scales_at, block * 64, position, window,
+                                    num_sinks, slope, lane,
+                                )  # fmt: skip
+                            weights, state = step[0:8], step[8:14]
+                            total = correct(total, step[14], step[15])
+                        total = values_int4(total, weights, chunk + lane * 16)
                         sync_warp()
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
@@ -459,6 +495,19 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
             column, d = quotient(i, owned), remainder(i, owned)
             value = merge(results, column, d)
             write(out, row, (unit_head * group + column) * dim + rank * owned + d, value)
+        if is_committing and own >= 0 and remainder(unit_head, split) == 0:
+            place, this_warp = position & 63, rank * num_warps + warp
+            block = wide(load_i32(table + own * 4))
+            if place == 63:
+                commit(
+                    exact, stored + block * stored_block_bytes, this_warp, cluster * num_warps, lane
+                )
+            elif position < num_sinks and this_warp == 0 and sink_of != 0:
+                sink = load_i32(sink_of + block * 4)
+                if sink >= 0:
+                    copy_sink(
+                        exact, sinks + wide(sink) * sinks_bytes + kv_head * sink_bytes, place, lane
+                    )
 
     return kernel
 
@@ -472,13 +521,15 @@ def attention(name: str, launch: AttentionLaunch, blocks_per_sm: int = 1) -> Var
     positions int32 (rows,), -1: no row (its output is 0); row_info int32 (rows, 2): how many leading blocks
     nothing in this step writes, and the row's loop before this step; slopes float32 (heads,); windows int32 (rows,), 0:
     all keys, else that many and the sinks (address 0: all rows see all keys); three addresses that are 0; out, as the
-    launch says; loop, max_loops, max_blocks.
+    launch says; exact sinks with their layer offset, sink_of int32 (num_blocks,) (address 0: there are none) and bytes of
+    sinks (int4 only); loop, max_loops, max_blocks. With int4 a row that ends a block also makes its stored form, and one at the
+    first positions its sinks: no row of the same launch reads them.
 
     A paged launch (see `Paging`) takes instead: q float32, the first of q_stride numbers of a row; exact_blocks int32
     (num_slots, max_loops, max_blocks) (int4 only; else the exact pool is the stored one); tables int32 of that shape;
     slots int32 (rows,) in the place of row_info; then, before out, the rows' tables, row_map (address 0: no row is mapped) and the
     exact own blocks of mapped rows, bytes (num_maps, kv heads, 256 * dim), all that in position order; loop is unused; after
-    max_blocks q_stride and what q is multiplied by, times log2(e).
+    max_blocks q_stride and what q is multiplied by, times log2(e). Stored forms are made by `fragment_commit`, before.
     """
     source = "_paged" * launch.is_paged + "_f32" * launch.is_float_out
     how = f"c{launch.cluster}w{launch.num_warps}s{launch.stages}b{blocks_per_sm}"

@@ -36,6 +36,7 @@ from kernels.intrinsics import (
     unpack_half2,
     wide,
 )
+from kernels.layout import NUM_SINKS
 
 if TYPE_CHECKING:
     from kernels.attention import AttentionLaunch, AttentionShape
@@ -138,10 +139,13 @@ def make_scores_int4(shape: AttentionShape) -> Any:
     return scores_int4
 
 
-def make_softmax(shape: AttentionShape, is_stored: bool, is_masked: bool) -> Any:
+def make_softmax(
+    shape: AttentionShape, is_stored: bool, is_masked: bool, has_sinks: bool = False
+) -> Any:
+    """`has_sinks`: of a first block whose first NUM_SINKS scores are exact; the weights of those come as a ninth B fragment."""
     columns = range(shape.num_columns)
 
-    @traced("r" * 8 + "f" * 8)
+    @traced("r" * 8 + "f" * 8 + "r" * has_sinks)
     def softmax(
         scores: Any, state: Any, scales: Any, first: Any, position: Any, window: Any, sinks: Any,
         slopes: Any, lane: Any,
@@ -179,11 +183,17 @@ def make_softmax(shape: AttentionShape, is_stored: bool, is_masked: bool) -> Any
             fix[c] = exp2(state[c] - new_max[c])
             sums[c], offsets[c] = sums[c] * fix[c], offsets[c] * fix[c]
         regs: list[Any] = []
+        exact: list[Any] = []
         for (tile, high), row in shown.items():
             p = [int_to_f32(0), int_to_f32(0)]
             for c in columns:
                 p[c] = exp2(row[c] - new_max[c])
                 sums[c] = sums[c] + p[c]
+            if has_sinks and (tile, high) == (0, 0):
+                zero, is_sink = int_to_f32(0), less(g, NUM_SINKS)
+                apart = [select(x, zero, is_sink) for x in p]
+                exact = [transpose_8x8(pack_half2(apart[0], apart[1]))]
+                p = [select(zero, x, is_sink) for x in p]
             if is_stored:
                 pair = load_shared_32(scales + (16 * tile + 8 * high + g) * 4)
                 scale, offset = unpack_half2(pair)
@@ -191,9 +201,46 @@ def make_softmax(shape: AttentionShape, is_stored: bool, is_masked: bool) -> Any
                     offsets[c] = fma(p[c], offset, offsets[c])
                     p[c] = p[c] * scale
             regs.append(transpose_8x8(pack_half2(p[0], p[1])))
-        return (*regs, *new_max, *sums, *offsets, *fix)
+        return (*regs, *new_max, *sums, *offsets, *fix, *exact)
 
     return softmax
+
+
+def make_sink_scores(shape: AttentionShape) -> Any:
+    @traced("f" * 16)
+    def sink_scores(scores: Any, sinks: Any, query: Any, lane: Any) -> Any:
+        """A first block's scores with the exact ones of the sinks, whose keys lie at `sinks` in rows."""
+        g, t = lane >> 2, lane & 3
+        acc: Any = (0.0, 0.0, 0.0, 0.0)
+        for part in range(shape.head_dim // 32):
+            # rows past the sinks repeat them: their products are not used
+            address = sinks + ((g & (NUM_SINKS - 1)) * shape.head_dim + part * 32 + t * 8) * 2
+            low_0, high_0, low_1, high_1 = load_shared_128(address)
+            acc = mma(*acc, low_0, 0, high_0, 0, query[4 * part], query[4 * part + 1])
+            acc = mma(*acc, low_1, 0, high_1, 0, query[4 * part + 2], query[4 * part + 3])
+        is_sink = less(g, NUM_SINKS)
+        first = [select(acc[c], scores[c], is_sink) for c in range(2)]
+        return (*first, *scores[2:])
+
+    return sink_scores
+
+
+def make_sink_values(shape: AttentionShape) -> Any:
+    @traced("f" * (shape.head_dim // 4))
+    def sink_values(sinks: Any, p: Any, lane: Any) -> Any:
+        """p.v of the sinks, whose values lie at `sinks` by dim, before the powers of two of `nibbles` are taken out."""
+        g, t = lane >> 2, lane & 1  # p is 0 past the sinks
+        out: list[Any] = []
+        for tile in range(shape.head_dim // 16):
+            low, high = (
+                load_shared_32(sinks + ((16 * tile + 8 * i + g) * NUM_SINKS + 2 * t) * 2)
+                for i in range(2)
+            )
+            acc = mma(0.0, 0.0, 0.0, 0.0, low, high, 0, 0, p, 0)
+            out += [value * (1 / _UNDO[i // 2]) for i, value in enumerate(acc)]
+        return tuple(out)
+
+    return sink_values
 
 
 def make_values(shape: AttentionShape, part: int) -> Any:

@@ -98,7 +98,7 @@ def test_fp16_matches_softmax_attention(
     _run(
         AttentionLaunch(shape, cluster, warps, stages, target, 1), rows, scaled, 0, 0, 0, cache,
         cache.stride(0) * 2, tables, torch.tensor(positions, dtype=torch.int32), info,
-        0 if slopes is None else slopes, torch.full((rows,), window, dtype=torch.int32), 0, 0, 0, out, 0, 1, blocks,
+        0 if slopes is None else slopes, torch.full((rows,), window, dtype=torch.int32), 0, 0, 0, out, 0, 0, 0, 0, 1, blocks,
     )  # fmt: skip
     place = fragments.packed_place(
         torch.arange(rows)[:, None], torch.arange(heads * dim), target, 1
@@ -113,34 +113,48 @@ def test_fp16_matches_softmax_attention(
         torch.testing.assert_close(out[row].double(), want, rtol=4e-3, atol=4e-3)
 
 
-def test_int4_reads_stored_blocks_and_the_own_block_exactly() -> None:
-    heads, kv, dim, position = 2, 2, 64, 150
-    q, k, v, _ = _case([position], heads, kv, dim)
-    tables = torch.tensor([[[1, 0, 7]]], dtype=torch.int32)
-    stored = torch.zeros(2, kv, 2 * (32 * dim + 256), dtype=torch.uint8)
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_int4_reads_stored_blocks_sinks_and_the_own_block_and_stores_what_ends(
+    cluster: int,
+) -> None:
+    """Two rows: one ends its third block, one is at its third position; sinks are kept for both."""
+    heads, kv, dim, position, rows = 2, 2, 64, 191, 2
+    q, k, v, _ = _case([position, position], heads, kv, dim)
+    tables = torch.tensor([[[1, 0, 2]], [[3, 0, 0]]], dtype=torch.int32)
+    size = 32 * dim + 256
+    stored = torch.zeros(4, kv, 2 * size, dtype=torch.uint8)
+    sinks = torch.zeros(2, kv, 2, NUM_SINKS * dim).half()
+    sink_of = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
+    exact = torch.empty(3, kv, 2, 64 * dim).half()
+    sinks[1, :, 0] = k[0, :, :NUM_SINKS].flatten(1)
+    sinks[1, :, 1] = v[0, :, :NUM_SINKS].transpose(1, 2).flatten(1)
+    for row, copy, first in ((0, 2, 128), (1, 0, 0)):
+        exact[copy, :, 0] = fragments.pack_keys(k[row, :, first : first + 64])
+        exact[copy, :, 1] = fragments.pack_values(v[row, :, first : first + 64])
     for b in range(2):
         for part, x in ((0, k), (1, v)):
-            block = x[0, :, b * 64 : b * 64 + 64].float()
-            packed, restored = fragments.pack_int4(block, is_value=part == 1)
-            size = 32 * dim + 256
+            block = x[0, :, b * 64 : b * 64 + 64]
+            packed, restored = fragments.pack_int4(block.float(), is_value=part == 1)
             stored[tables[0, 0, b], :, part * size : (part + 1) * size] = packed
-            x[0, :, b * 64 : b * 64 + 64] = restored.half()
-            k_or_v = k if part == 0 else v
-            assert torch.equal(k_or_v[0, :, b * 64 : b * 64 + 64], restored.half())
-    exact = torch.empty(3, kv, 2, 64 * dim).half()
-    exact[2, :, 0] = fragments.pack_keys(k[0, :, 128:192])
-    exact[2, :, 1] = fragments.pack_values(v[0, :, 128:192])
+            kept = NUM_SINKS if b == 0 else 0
+            block[:, kept:] = restored[:, kept:].half()
     shape = AttentionShape(kv, heads // kv, dim, "int4")
+    target = ProductShape(16, heads * dim, 1)
     out = torch.full((8 * 256,), float("nan")).half()
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
     _run(
-        AttentionLaunch(shape, 4, 4, 3, ProductShape(16, heads * dim, 1), 1), 1, scaled, exact, torch.tensor([[2]], dtype=torch.int32),
-        exact.stride(0) * 2, stored, stored.stride(0), tables,
-        torch.tensor([position], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32),
-        0, 0, 0, 0, 0, out, 0, 1, 3,
+        AttentionLaunch(shape, cluster, 4, 3, target, 1), rows, scaled, exact,
+        torch.tensor([[2], [0]], dtype=torch.int32), exact.stride(0) * 2, stored, stored.stride(0), tables,
+        torch.tensor([position, 2], dtype=torch.int32), torch.tensor([[2, 0], [0, 0]], dtype=torch.int32),
+        0, 0, 0, 0, 0, out, sinks, sink_of, sinks.stride(0) * 2, 0, 1, 3,
     )  # fmt: skip
-    want = _expected(q[0], k[0], v[0], position, 0, None).flatten()
-    place = fragments.packed_place(
-        0, torch.arange(heads * dim), ProductShape(16, heads * dim, 1), 1
-    )
-    torch.testing.assert_close(out[place].double(), want, rtol=5e-3, atol=5e-3)
+    for row, at in enumerate((position, 2)):
+        want = _expected(q[row], k[row], v[row], at, 0, None).flatten()
+        place = fragments.packed_place(row, torch.arange(heads * dim), target, 1)
+        torch.testing.assert_close(out[place].double(), want, rtol=5e-3, atol=5e-3)
+    keys, _ = fragments.pack_int4(k[0, :, 128:].float(), is_value=False)
+    values, _ = fragments.pack_int4(v[0, :, 128:].float(), is_value=True)
+    assert torch.equal(stored[2], torch.cat([keys, values], -1)) and not stored[3].any()
+    written = sinks[0, :, 0].view(kv, NUM_SINKS, dim)
+    assert torch.equal(written[:, 2], k[1, :, 2]) and not written[:, [0, 1, 3]].any()
+    assert torch.equal(sinks[0, :, 1].view(kv, dim, NUM_SINKS)[:, :, 2], v[1, :, 2])

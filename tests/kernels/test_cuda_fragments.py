@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.kv_store import Form, make_store
 from kernels import cuda_fragments, fragments, reference
-from kernels.layout import BLOCK_SIZE, FragmentCache, PagedCache, Paging
+from kernels.layout import BLOCK_SIZE, NUM_SINKS, CutCache, FragmentCache, PagedCache, Paging
 
 LAYERS = 2
 TABLE = [4, 0, 3, 1, 2]  # block ids of the only sequence
+COPIES = [2, 3, 1, 4, 0]  # their exact copies
+SINK = 1  # of the first block
 CPU = torch.device("cpu")
 NONE = torch.full((0, 0, 0), -1, dtype=torch.int32)
 
@@ -163,3 +166,158 @@ def test_places_and_blocks_are_copied_in_all_layers() -> None:
     cuda_fragments.move_places(cache, 5, 63, torch.tensor([[4, 3], [2, 0]]), None)
     for part, want in zip(plain(cache.stored), wanted, strict=True):
         assert torch.equal(part, want)
+
+
+# --- int4 ------------------------------------------------------------------------------------------
+
+
+def new_int4(heads: tuple[int, int, int]) -> tuple[FragmentCache, CutCache]:
+    _, kv, dim = heads
+    exact_tables = torch.full((2, 2, len(TABLE)), -1, dtype=torch.int32)
+    exact_tables[1, 1] = torch.tensor(COPIES)
+    sink_of = torch.full((len(TABLE),), -1, dtype=torch.int32)
+    sink_of[TABLE[0]] = SINK
+    cache = cuda_fragments.make_cache(
+        "int4", len(TABLE), len(TABLE), LAYERS, kv, dim, exact_tables, sink_of, CPU, 3
+    )
+    twin = make_store(
+        Form("int4", LAYERS, kv, dim, dim, True), len(TABLE), len(TABLE), exact_tables, sink_of, CPU
+    )
+    assert isinstance(twin, CutCache)
+    return cache, twin
+
+
+def filled_int4(
+    heads: tuple[int, int, int], count: int, layer: int = 1
+) -> tuple[FragmentCache, CutCache]:
+    """Both caches with positions 0 .. count - 1 in one layer; ours gets those that make stored forms last, in one pass."""
+    cache, twin = new_int4(heads)
+    _, kv, dim = heads
+    rows = random_rows(count, heads)
+    rows[7] = 0.25  # without any spread
+    reference.store_kv(rows, heads, twin, layer, paging(range(count)))
+    halves = cache.exact.view(torch.half).view(len(TABLE), LAYERS, kv, 2, 64 * dim)
+    keys = twin.exact_keys[:, layer].view(torch.half).transpose(2, 3)
+    halves[:, layer, :, 0] = fragments.pack_keys(keys)
+    halves[:, layer, :, 1] = fragments.pack_values(twin.exact_values[:, layer].view(torch.half))
+    last = [*range(min(count, NUM_SINKS)), *range(63, count, 64), count - 1]
+    for place in last:  # what store_kv is to write
+        at = halves[COPIES[place // 64], layer]
+        at[:, 0, fragments.key_place(place % 64, torch.arange(dim), dim)] = 9
+        at[:, 1, fragments.value_place(place % 64, torch.arange(dim))] = 9
+    cuda_fragments.store_kv(rows[last].contiguous(), heads, cache, layer, paging(last))
+    return cache, twin
+
+
+def numbers(packed: Tensor, dim: int, *, is_value: bool) -> Tensor:
+    """The 4-bit numbers of stored parts, (..., 64, dim)."""
+    plain = packed.clone()
+    plain[..., 32 * dim :] = torch.tensor([1, 0], dtype=torch.half).view(torch.uint8).repeat(64)
+    return fragments.unpack_int4(plain, dim, is_value=is_value).to(torch.uint8)
+
+
+def cut_numbers(stored: Tensor) -> Tensor:
+    """The same of a cut cache, (..., dim / 2, 64): a group's first half in the low bits."""
+    return torch.cat([stored & 15, stored >> 4], -2).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("heads", [(2, 1, 64), (2, 2, 96)])
+def test_complete_blocks_are_stored_as_the_cut_cache_stores_them(
+    heads: tuple[int, int, int],
+) -> None:
+    cache, twin = filled_int4(heads, 150)
+    _, kv, dim = heads
+    parts = cache.stored[:, 1].view(len(TABLE), kv, 2, 32 * dim + 256)
+    done = TABLE[:2]
+    for part, stored in ((0, twin.keys), (1, twin.values.transpose(3, 4))):
+        ours = numbers(parts[done, :, part], dim, is_value=part == 1)
+        assert torch.equal(ours, cut_numbers(stored[done, 1]))
+        pairs = parts[done, :, part, 32 * dim :].contiguous().view(torch.int16).view(2, kv, 64, 2)
+        assert torch.equal(pairs.transpose(2, 3), twin.scales[done, 1, :, part])
+    sinks = cache.sinks[SINK, 1].view(torch.int16).view(kv, 2, -1)
+    assert torch.equal(sinks[:, 0].view(kv, NUM_SINKS, dim), twin.sink_keys[SINK, 1])
+    values = sinks[:, 1].view(kv, dim, NUM_SINKS).transpose(1, 2)
+    assert torch.equal(values, twin.sink_values[SINK, 1])
+    assert not cache.stored[TABLE[2]].any() and not cache.stored[:, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "positions", "windows", "has_alibi"),
+    [
+        pytest.param((2, 1, 64), [149, 3, 64], [0, 0, 0], False, id="group_of_2"),
+        pytest.param((1, 1, 96), [127], [70], True, id="window_alibi"),
+        pytest.param((2, 2, 32), [140], [30], False, id="a_window_and_the_sinks"),
+    ],
+)
+def test_int4_attention_matches_the_twin(
+    heads: tuple[int, int, int], positions: list[int], windows: list[int], has_alibi: bool
+) -> None:
+    cache, twin = filled_int4(heads, 150)
+    slopes = 2.0 ** -torch.arange(6, heads[0] + 6) if has_alibi else None
+    q = random_rows(len(positions), heads, 5)
+    # the sinks must weigh
+    key = twin.sink_keys[SINK, 1, 0, 2].view(torch.half).float()
+    q[:, : heads[2]] = key
+    at = paging(positions, windows=windows)
+    out = cuda_fragments.attention(q, heads, cache, 1, slopes, at)
+    expected = reference.attention(q, heads, twin, 1, slopes, at)
+    torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
+    twin.sink_of[:] = -1
+    other = reference.attention(q, heads, twin, 1, slopes, at)
+    assert (other - expected).abs().max() > 2 * (out - expected).abs().max()
+
+
+def test_int4_rows_have_the_bits_that_they_have_alone_also_mapped() -> None:
+    heads = (1, 1, 32)
+    cache, _ = filled_int4(heads, 150)
+    positions = [149, 100, *[5] * 31]
+    q = random_rows(len(positions), heads, 5)
+    out = cuda_fragments.attention(q, heads, cache, 1, None, paging(positions))
+    for row in (0, 1):
+        alone = cuda_fragments.attention(
+            q[row : row + 1], heads, cache, 1, None, paging([positions[row]])
+        )
+        assert torch.equal(out[row], alone[0])
+    tree, _ = filled_int4(heads, 148)
+    places = [148, 200]
+    rows = random_rows(150, heads)[148:]
+    cuda_fragments.store_kv(rows.contiguous(), heads, tree, 1, paging([148, 149], places))
+    maps = torch.arange(128, 192, dtype=torch.int32)[None].clone()
+    maps[0, 20:22] = torch.tensor(places)
+    mapped = paging([149], maps=maps, base=128)
+    assert torch.equal(cuda_fragments.attention(q[:1], heads, tree, 1, None, mapped)[0], out[0])
+
+
+def test_copied_and_moved_places_reach_exact_copies_sinks_and_stored_blocks() -> None:
+    heads = (1, 1, 32)
+    cache, _ = filled_int4(heads, 130)
+
+    def exact(copy: int) -> Tensor:
+        halves = cache.exact[copy, 1, 0].view(torch.half).view(2, -1)
+        return torch.cat(
+            [fragments.unpack_keys(halves[0], 32), fragments.unpack_values(halves[1], 32)], 1
+        )
+
+    wanted = exact(COPIES[2])
+    wanted[2], sinks = exact(COPIES[0])[2], cache.sinks.clone()
+    cuda_fragments.copy_place(cache, 2, [TABLE[0], TABLE[2]], [COPIES[0], COPIES[2]], [SINK, 2])
+    assert torch.equal(exact(COPIES[2]), wanted)
+    where = (torch.arange(32) * 2).tolist()
+    assert where and torch.equal(cache.sinks[SINK], sinks[SINK])
+    moved = cache.sinks[2, 1, 0].view(torch.int16)
+    kept = sinks[SINK, 1, 0].view(torch.int16)
+    assert torch.equal(moved[64:96], kept[64:96]) and torch.equal(moved[130::4], kept[130::4])
+    assert not moved[:64].any() and not moved[131::4].any()
+
+    wanted[63] = exact(COPIES[0])[5]
+    ids = torch.tensor([[TABLE[0]], [TABLE[2]]]), torch.tensor([[COPIES[0]], [COPIES[2]]])
+    cuda_fragments.move_places(cache, 5, 63, *ids)
+    assert torch.equal(exact(COPIES[2]), wanted)
+    size = 32 * 32 + 256
+    keys, _ = fragments.pack_int4(wanted[:, :32].float(), is_value=False)
+    values, _ = fragments.pack_int4(wanted[:, 32:].float(), is_value=True)
+    assert torch.equal(cache.stored[TABLE[2], 1, 0], torch.cat([keys, values]))
+    assert keys.numel() == size
+    before = cache.stored[TABLE[1]].clone()
+    cuda_fragments.copy_place(cache, 63, [TABLE[2], TABLE[1]], [COPIES[2], COPIES[1]], [-1, -1])
+    assert not torch.equal(cache.stored[TABLE[1]], before)
