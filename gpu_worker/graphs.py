@@ -25,6 +25,7 @@ from kernels.linear_wide import WideLaunch
 _BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
 _SHARE_BYTES = 109 * 1024  # of those, weights
 _SM_BYTES = 227 * 1024  # the most that one block can have
+_RESIDENT = {2: 66, 4: 31, 8: CLUSTERS}  # clusters of so many blocks that run at a time, one block a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def launches_to_try(
             "x shared by 2": all_with(shares=2),
         }
         if tiles > 1
-        else {name: of(name) for name in names}
+        else {name: of(name) for name in names} | {"head": {"head": wide_head(shapes["head"], 1)}}
     )
     if tiles == 8:
         found |= {
@@ -147,7 +148,7 @@ def wide_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
     """The launch for 16 to 64 rows: one wave of blocks, each with room beside it for the next kernel's."""
     steps = 4 if shape.k_steps % 4 == 0 else 2
     parts = WideLaunch(shape, 1, 1, 1, column_tiles, 1, steps).parts
-    most = {2: 66, 4: 31}.get(parts, CLUSTERS)  # clusters that run at a time
+    most = _RESIDENT.get(parts, CLUSTERS)
     tiles = next((t for t in (2, 4, 6, 8) if -(-shape.n // (16 * t)) <= most), 8)
     warps, column_warps = _wide_warps(tiles, column_tiles, parts)
     launch = WideLaunch(shape, tiles, warps, column_warps, column_tiles, 1, steps)
@@ -174,21 +175,27 @@ def _wide_warps(tiles: int, column_tiles: int, parts: int) -> tuple[int, int]:
 
 
 def _deepest(launch: WideLaunch, most_bytes: int) -> WideLaunch:
-    """`launch` with as many ring stages as fit."""
-    stages = range(launch.block_steps, 1, -1)
-    deep = (replace(launch, stages=n) for n in stages)
-    return next(one for one in deep if one.shared_bytes <= most_bytes)
+    """`launch` with as many ring stages as fit, two at least."""
+    deep = (replace(launch, stages=n) for n in range(launch.block_steps, 2, -1))
+    fitting = (one for one in deep if one.shared_bytes <= most_bytes)
+    return next(fitting, replace(launch, stages=2))
 
 
 def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch | WideLaunch:
     """The head: rounds through a ring, on the whole device."""
     if column_tiles == 1:
         return Launch(shape, shape.group, 8, 1, True, 4, 1 if rows == 1 else 0)
-    warps, column_warps = _wide_warps(shape.group, column_tiles, 2)
-    launch = WideLaunch(
-        shape, shape.group, warps, column_warps, column_tiles, 1, 4, is_x_kept=True, max_clusters=66
-    )
-    return _deepest(launch, _SM_BYTES)
+    return wide_head(shape, column_tiles)
+
+
+def wide_head(shape: ProductShape, column_tiles: int) -> WideLaunch:
+    """Each block keeps its part of x for all rounds, if that leaves room for a ring."""
+    one = wide_launch(shape, column_tiles)
+    most = _RESIDENT.get(one.parts, CLUSTERS)
+    kept = _deepest(replace(one, stages=2, is_x_kept=True, max_clusters=most), _SM_BYTES)
+    if kept.shared_bytes <= _SM_BYTES and kept.stages > 2:
+        return kept
+    return _deepest(replace(one, stages=2, max_clusters=most), _SM_BYTES)
 
 
 def product_shapes(spec: DecodeSpec) -> dict[str, ProductShape]:
@@ -313,10 +320,17 @@ class DecodeCache:
             num_blocks, spec.stored_block_bytes, dtype=torch.uint8, device=device
         )
         self.exact = self.stored
-        if spec.kv_format != "fp16":
+        has_copies = spec.kv_format != "fp16"
+        if has_copies:
             self.exact = torch.zeros(
                 num_exact, spec.exact_block_bytes, dtype=torch.uint8, device=device
             )
+        # Exact copies of the first keys, and which of them belongs to a block: room for as many as there are open blocks.
+        sink_bytes = spec.layers * spec.n_kv_heads * spec.attention.sink_bytes
+        num_sinks = num_exact if has_copies else 0
+        self.sinks = torch.zeros(num_sinks, sink_bytes, dtype=torch.uint8, device=device)
+        num_owners = num_blocks if has_copies else 0
+        self.sink_of = torch.full((num_owners,), -1, dtype=torch.int32, device=device)
 
 
 class DecodeRunner:
@@ -390,6 +404,7 @@ class DecodeRunner:
         x, squares, rows = self.x.data_ptr(), self.squares.data_ptr(), self.rows
         q, mixed, hidden = self.q.data_ptr(), self.mixed.data_ptr(), self.hidden.data_ptr()
         normed = self.normed.data_ptr()
+        sinks_bytes, sink_of = self.cache.sinks.stride(0), self.cache.sink_of.data_ptr()
         self.launch_begin(stream)
         eps = spec.norm_eps
         for loop in range(spec.loops):
@@ -398,6 +413,7 @@ class DecodeRunner:
                 stored = (
                     self.cache.stored.data_ptr() + layer * spec.stored_block_bytes // spec.layers
                 )
+                sinks = self.cache.sinks.data_ptr() + layer * sinks_bytes // spec.layers
                 slots = self.slots.data_ptr() + loop * rows * 4
                 if "qkv" not in skip:
                     self._launch(
@@ -409,7 +425,7 @@ class DecodeRunner:
                         "attention", stream, q, exact, self.exact_blocks.data_ptr(),
                         spec.exact_block_bytes, stored, spec.stored_block_bytes, self.tables.data_ptr(),
                         self.positions.data_ptr(), self.row_info.data_ptr(), 0, 0, 0, 0, 0, mixed,
-                        sinks, sink_of, self.cache.sinks.stride(0), loop, spec.loops, self._max_blocks,
+                        sinks, sink_of, sinks_bytes, loop, spec.loops, self._max_blocks,
                     )  # fmt: skip
                 if "o" not in skip:
                     self._launch(

@@ -201,12 +201,12 @@ def value_place(position: Any, d: Any) -> Any:
 def quantise_int4(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(..., 64, dim) float32 -> numbers n 0..15, scale and offset (..., 64) fp16; x = scale * n + offset.
 
-    The offset is each position's least value; a flat position has scale 0.
+    The offset is each position's least value; a flat position has scale 0. Ties go to the even number.
     """
     low, high = block.amin(-1), block.amax(-1)
     scale, offset = ((high - low) / 15).half(), low.half()
-    inverse = torch.where(scale > 0, 1 / scale.float(), torch.zeros_like(low))
-    numbers = ((block - offset.float().unsqueeze(-1)) * inverse.unsqueeze(-1)).round()
+    divisor = torch.where(scale > 0, scale.float(), torch.inf)
+    numbers = ((block - offset.float().unsqueeze(-1)) / divisor.unsqueeze(-1)).round()
     return numbers.clamp(0, 15).to(torch.uint8), scale, offset
 
 
@@ -214,14 +214,14 @@ def pack_int4(block: torch.Tensor, *, is_value: bool) -> tuple[torch.Tensor, tor
     """A block's stored K or V part, (..., 32 * dim + 256) bytes, and what it stands for (..., 64, dim).
 
     A 32-bit word holds one lane's eight halves of one tile and step: nibbles 0 and 4 are the first pair, 1 and
-    5 the second, 2 and 6 the third, 3 and 7 the fourth. Four words (steps) of a lane lie together.
+    5 the second, 2 and 6 the third, 3 and 7 the fourth. Four words of a lane lie together: steps of a tile, and where a tile's
+    steps are no multiple of four those of the next one.
     """
     *lead, _, dim = block.shape
     numbers, scale, offset = quantise_int4(block)
     order = pack_values(numbers) if is_value else pack_keys(numbers)
-    tiles, steps = (dim // 16, 4) if is_value else (4, dim // 16)
-    # (..., tile, four steps, step, lane, pair, half)
-    halves = order.reshape(*lead, tiles, steps // 4, 4, 32, 4, 2).int()
+    # (..., four steps, step, lane, pair, half)
+    halves = order.reshape(*lead, dim // 16, 4, 32, 4, 2).int()
     shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=block.device)
     words = (halves.long() << shift).sum((-1, -2)).transpose(-1, -2)
     packed = words.to(torch.int64).reshape(*lead, -1)
@@ -234,12 +234,8 @@ def pack_int4(block: torch.Tensor, *, is_value: bool) -> tuple[torch.Tensor, tor
 def unpack_int4(packed: torch.Tensor, dim: int, *, is_value: bool) -> torch.Tensor:
     """What a stored K or V part stands for: (..., 64, dim) float32."""
     *lead, _ = packed.shape
-    tiles, steps = (dim // 16, 4) if is_value else (4, dim // 16)
     words = (
-        packed[..., : 32 * dim]
-        .contiguous()
-        .view(torch.int32)
-        .reshape(*lead, tiles, steps // 4, 32, 4)
+        packed[..., : 32 * dim].contiguous().view(torch.int32).reshape(*lead, dim // 16, 32, 4)
     )
     shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=packed.device)
     numbers = (words.transpose(-1, -2)[..., None, None] >> shift) & 15

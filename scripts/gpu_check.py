@@ -35,6 +35,7 @@ from gpu_worker.graphs import (  # noqa: E402
 )
 from kernels import fragments, reference, sampling  # noqa: E402
 from kernels.launch import Library  # noqa: E402
+from kernels.layout import NUM_SINKS  # noqa: E402
 
 READ_TB_S = 4.43  # measured read bandwidth of an H200
 
@@ -72,7 +73,8 @@ def fill_cache(spec: DecodeSpec, cache: DecodeCache) -> None:
         for part in flat.split(1 << 28):
             part.normal_(generator=make)
         return
-    cache.exact.view(-1).view(torch.half).normal_(generator=make)
+    for pool in (cache.exact, cache.sinks):
+        pool.view(-1).view(torch.half).normal_(generator=make)
     cache.stored.random_(0, 256, generator=make)
     part = spec.attention.stored_bytes
     blocks = cache.stored.view(cache.stored.shape[0], -1, part)[..., part - 256 :]
@@ -96,6 +98,9 @@ def make_runner(
     order = torch.randperm(rows * spec.loops * blocks, device="cuda")
     runner.tables.copy_(order.view(rows, spec.loops, blocks))
     runner.exact_blocks.copy_(torch.arange(rows * spec.loops, device="cuda").view(rows, -1))
+    if len(cache.sink_of):
+        owners = runner.tables[:, :, 0].flatten().long()
+        cache.sink_of[owners] = torch.arange(rows * spec.loops, device="cuda", dtype=torch.int32)
     runner.positions.fill_(context)
     runner.row_info[:, 0] = context // 64
     runner.tokens.copy_(torch.arange(rows, device="cuda") * 37 % spec.vocab)
@@ -130,13 +135,14 @@ def cached(runner: DecodeRunner, row: int, loop: int, layer: int) -> tuple[Tenso
         part = spec.attention.stored_bytes
         data = runner.cache.stored[blocks[:-1]].view(-1, spec.layers, heads, 2, part)[:, layer]
         own = runner.exact_blocks[row, loop].long().view(1)
-        parts = [
-            (
-                fragments.unpack_int4(data[:, :, 0], dim, is_value=False),
-                fragments.unpack_int4(data[:, :, 1], dim, is_value=True),
-            ),
-            exact(runner.cache.exact, own),
-        ]
+        keys = fragments.unpack_int4(data[:, :, 0], dim, is_value=False)
+        values = fragments.unpack_int4(data[:, :, 1], dim, is_value=True)
+        if len(blocks) > 1:
+            sinks = runner.cache.sinks[int(runner.cache.sink_of[blocks[0]])].view(torch.half)
+            sinks = sinks.view(spec.layers, heads, 2, -1)[layer].float()
+            keys[0, :, :NUM_SINKS] = sinks[:, 0].view(heads, NUM_SINKS, dim)
+            values[0, :, :NUM_SINKS] = sinks[:, 1].view(heads, dim, NUM_SINKS).transpose(1, 2)
+        parts = [(keys, values), exact(runner.cache.exact, own)]
     k, v = (torch.cat([p[i] for p in parts]).transpose(0, 1).flatten(1, 2) for i in (0, 1))
     return k[:, :length], v[:, :length]
 
