@@ -110,7 +110,7 @@ def _make_write(shape: Shape) -> Any:
 
 def _make_kernel(shape: Shape) -> Any:
     has_keys, has_copies, is_int4 = shape.has_keys, shape.has_scales, shape.is_int4
-    n, dim, num_warps, keep = shape.queries, shape.dim, shape.num_warps, shape.keep
+    n, dim, num_warps = shape.queries, shape.dim, shape.num_warps
     num_threads, streams, far = 32 * num_warps, STREAMS, _FAR
     key_bytes, value_bytes, scale_bytes = shape.key_bytes, shape.value_bytes, shape.scale_bytes
     exact_bytes, sink_bytes = 128 * dim, 8 * dim
@@ -412,8 +412,9 @@ def attend(shape: Shape) -> Variant:
 
 
 def blocks_per_sm(shape: Shape) -> int:
-    """Blocks of threads that the registers of a multiprocessor should hold."""
-    return 1
+    """Blocks of threads that the registers of a multiprocessor should hold: as many as go without spills."""
+    registers = (120 if shape.has_scales else 80) + 16 * (shape.queries - 1)
+    return max(1, 65536 // (32 * shape.num_warps * registers))
 
 
 def _make_merge_kernel(num_parts: int) -> Any:

@@ -25,10 +25,10 @@ from kernels.intrinsics import (
     less,
     load_16,
     load_32,
+    load_32_if,
     load_64,
     load_128,
     load_128_if,
-    load_32_if,
     load_f32_if,
     load_shared_f32,
     quotient,
@@ -66,8 +66,7 @@ def _signed_bytes(word: Any) -> list[Any]:
 
 def make_store_query(shape: Shape) -> Any:
     """Puts one number of a query where the lanes that multiply it find it."""
-    rows, n = shape.key_rows, shape.queries
-    width = shape.slice_dim // shape.nibbles  # stored lines of a warp
+    n, width = shape.queries, shape.slice_dim // shape.nibbles  # stored lines of a warp
     half = shape.dim // 2
 
     @traced()

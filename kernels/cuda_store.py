@@ -278,7 +278,7 @@ def store(kind: str, has_keys: bool) -> Variant:
 
 def _make_gather(kind: str, has_keys: bool) -> Any:
     has_copies, size = kind in ("int8", "int4"), {"fp32": 4, "fp16": 2}.get(kind, 1)
-    block_size, threads, num_kinds = BLOCK_SIZE, READ_THREADS, 2 if has_keys else 1
+    block_size, num_kinds = BLOCK_SIZE, 2 if has_keys else 1
 
     @device_function
     def columns(
