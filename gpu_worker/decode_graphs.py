@@ -11,6 +11,7 @@ for the device. On a device without graphs the functions are called directly.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +168,12 @@ class DecodeGraphs:
             tensor.copy_(kept)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            stretch()
+        gc.disable()  # an older graph that is collected while this one is captured would spoil it
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                stretch()
+        finally:
+            gc.enable()
         self._pool = graph.pool()
         return graph
 

@@ -1,7 +1,7 @@
 """Loads compiled kernels into the current CUDA context and launches them: cluster shape, shared memory over 48 KB,
 and the permission to start while the kernel in front still runs (programmatic dependent launch).
 
-A launch takes scalars alone and costs no look-up by type; inside a captured graph it costs nothing at replay.
+A launch takes scalars alone and costs no look-up by type: a few microseconds, and nothing at the replay of a captured graph.
 PyTorch owns the context, the memory and the streams.
 """
 
@@ -15,10 +15,47 @@ from typing import Any
 from kernels.compiler import Variant, ptx_of
 
 _CTYPES = {"l": ctypes.c_int64, "r": ctypes.c_int32, "f": ctypes.c_float}
+_CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 
 
 class CudaError(RuntimeError):
     """A driver call failed; the process must not go on computing."""
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver's interface."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver's interface."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+def launch_config(variant: Variant, grid: tuple[int, int], *, is_overlapped: bool) -> LaunchConfig:
+    """How `variant` is launched over `grid` blocks (in x a multiple of the cluster), on no stream yet."""
+    values = []
+    if variant.cluster > 1:
+        values.append((_CLUSTER_DIMENSION, (variant.cluster, 1, 1)))
+    if is_overlapped:
+        values.append((_PROGRAMMATIC_SERIALIZATION, (1,)))
+    attributes = (LaunchAttribute * max(1, len(values)))()
+    for attribute, (kind, numbers) in zip(attributes, values, strict=False):
+        attribute.id = kind
+        for i, number in enumerate(numbers):
+            attribute.value[i] = number
+    return LaunchConfig(
+        (grid[0], grid[1], 1), (variant.num_threads, 1, 1), variant.shared_bytes, None, attributes, len(values)
+    )  # fmt: skip
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
@@ -43,8 +80,12 @@ class Kernel:
         if variant.shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self._function, attribute, variant.shared_bytes))
-        self._types = tuple(_CTYPES[kind] for kind in variant.args)
-        self._driver = driver
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._handle = ctypes.c_void_p(int(self._function))
+        self._values = [_CTYPES[kind]() for kind in variant.args]
+        addresses = [ctypes.addressof(value) for value in self._values]
+        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._configs: dict[tuple[tuple[int, int], bool], LaunchConfig] = {}
 
     def launch(
         self,
@@ -54,7 +95,7 @@ class Kernel:
         *,
         is_overlapped: bool = True,
     ) -> None:
-        """Put one launch on `stream` (a raw handle).
+        """Put one launch on `stream` (a raw handle). For one thread at a time.
 
         Args:
             grid: blocks in x (a multiple of the cluster) and y.
@@ -62,40 +103,38 @@ class Kernel:
             is_overlapped: whether it may start before the kernel in front has ended. The kernel itself waits
                 before it touches anything that the step writes.
         """
-        config = self._config(grid, stream, is_overlapped)
-        values = tuple(args) + (0,) * (len(self._types) - len(args))
-        _checked(self._driver.cuLaunchKernelEx(config, self._function, (values, self._types), 0))
+        config = self._config(grid, is_overlapped)
+        config.stream = stream
+        for value, arg in zip(self._values, args, strict=False):
+            value.value = arg
+        for value in self._values[len(args) :]:
+            value.value = 0
+        status = self._launch(ctypes.byref(config), self._handle, self._addresses, None)
+        if status:
+            self._fail(status)
 
     def max_active_clusters(self) -> int:
         """How many of its clusters the device runs at a time."""
-        config = self._config((self.variant.cluster, 1), 0, False)
-        return int(_checked(self._driver.cuOccupancyMaxActiveClusters(self._function, config)))
+        from cuda.bindings import driver
 
-    def _config(self, grid: tuple[int, int], stream: int, is_overlapped: bool) -> Any:
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.variant.num_threads, 1, 1
-        config.sharedMemBytes = self.variant.shared_bytes
-        config.hStream = stream
-        attributes = []
-        if self.variant.cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x = self.variant.cluster
-            cluster.value.clusterDim.y = 1
-            cluster.value.clusterDim.z = 1
-            attributes.append(cluster)
-        if is_overlapped:
-            overlap = driver.CUlaunchAttribute()
-            overlap.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            overlap.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(overlap)
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        return config
+        count = ctypes.c_int()
+        config = self._config((self.variant.cluster, 1), False)
+        status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
+            ctypes.byref(count), self._handle, ctypes.byref(config)
+        )
+        _checked((driver.CUresult(status),))
+        return count.value
+
+    def _config(self, grid: tuple[int, int], is_overlapped: bool) -> LaunchConfig:
+        key = grid, is_overlapped
+        if key not in self._configs:
+            self._configs[key] = launch_config(self.variant, grid, is_overlapped=is_overlapped)
+        return self._configs[key]
+
+    def _fail(self, status: int) -> None:
+        from cuda.bindings import driver
+
+        _checked((driver.CUresult(status),))
 
 
 class Library:

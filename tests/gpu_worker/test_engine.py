@@ -14,6 +14,7 @@ from gpu_worker.model import Model
 from kernels import cpu
 from scripts.make_toy_artifact import VARIANTS
 from tests.gpu_worker.engine_helpers import (
+    DEVICE,
     assert_greedy,
     collect,
     engine_weights,
@@ -119,7 +120,7 @@ def test_stored_weights_give_the_bits_of_converted_ones(shared: Path, dtype: str
         run = make_run(1, random_prompt(random.Random(1), 512, 70), loops=3, logprobs=3)
         got = collect(engine, [run])[1]
         assert_greedy(engine, run, got.tokens)
-        engine.model = Model(engine.model.config, engine_weights(engine))
+        engine.model = Model(engine.model.config, engine_weights(engine), DEVICE)
         again = collect(engine, [run])[1]
         assert (again.tokens, again.logprobs) == (got.tokens, got.logprobs)
 

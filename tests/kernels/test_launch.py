@@ -1,0 +1,46 @@
+"""The launch structures are those of the driver's own bindings, byte by byte; needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from kernels.compiler import Variant
+from kernels.launch import LaunchConfig, launch_config
+
+
+def _read(address: int, num_bytes: int) -> bytes:
+    return ctypes.string_at(address, num_bytes)
+
+
+def test_a_configuration_is_what_the_driver_reads() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    variant = Variant("any", lambda: None, "l", 256, 8, 70000)
+    mine = launch_config(variant, (16, 3), is_overlapped=True)
+    mine.stream = 0x1234
+
+    cluster, overlap = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    kinds = driver.CUlaunchAttributeID
+    cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = 8, 1, 1
+    overlap.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    theirs = driver.CUlaunchConfig()
+    theirs.gridDimX, theirs.gridDimY, theirs.gridDimZ = 16, 3, 1
+    theirs.blockDimX, theirs.blockDimY, theirs.blockDimZ = 256, 1, 1
+    theirs.sharedMemBytes, theirs.hStream = 70000, 0x1234
+    theirs.attrs, theirs.numAttrs = [cluster, overlap], 2
+
+    at_attributes, size = LaunchConfig.attributes.offset, ctypes.sizeof(LaunchConfig)
+    found = _read(ctypes.addressof(mine), size)
+    wanted = _read(int(theirs.getPtr()), size)
+    rest = at_attributes + 8
+    assert found[:at_attributes] == wanted[:at_attributes]
+    assert found[rest : rest + 4] == wanted[rest : rest + 4]
+    lists = [
+        _read(ctypes.c_void_p.from_buffer_copy(part[at_attributes:rest]).value or 0, 144)
+        for part in (found, wanted)
+    ]
+    for first, last in ((0, 4), (8, 20), (72, 76), (80, 84)):  # what is not padding
+        assert lists[0][first:last] == lists[1][first:last]
