@@ -14,12 +14,13 @@ from torch import Tensor
 
 from kernels import cuda_attend, cuda_store
 from kernels.compiler import Variant
-from kernels.cuda_attend import MERGE_THREADS, Shape
-from kernels.cuda_attend_parts import SPLITS
+from kernels.cuda_attend import MERGE_THREADS
+from kernels.cuda_attend_parts import SPLITS, Shape
 from kernels.layout import BLOCK_SIZE, CutCache, PagedCache, Paging
 from kernels.runtime import launch
 
 Heads = tuple[int, int, int]
+_Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _WANTED_BLOCKS = 512  # of threads, before the streams of a row stay together
 _store = remembered(cuda_store.store)
@@ -163,18 +164,19 @@ class _Tensors:
 
     def __init__(self, cache: PagedCache | CutCache) -> None:
         self.layers = cache.values.shape[1]
+        self.exact: _Three = (None, None, None)
+        self.sinks: _Three = (None, None, None)
+        self.exact_shape = [0, 0]
         if isinstance(cache, PagedCache):
             self.kind, self.group, self.has_keys = "fp32", 0, True
-            self.stored = (cache.keys, cache.values, None)
-            self.exact = self.sinks = (None, None, None)
-            self.exact_shape = (0, 0)
+            self.stored: tuple[Tensor, Tensor, Tensor | None] = (cache.keys, cache.values, None)
             return
         self.kind, self.has_keys = cache.kind, len(cache.keys) > 0
         self.group = cache.group if cache.kind in ("int8", "int4") else 0
         self.stored = (cache.keys, cache.values, cache.scales)
         self.exact = (cache.exact_keys, cache.exact_values, cache.exact_tables)
         self.sinks = (cache.sink_keys, cache.sink_values, cache.sink_of)
-        self.exact_shape = cache.exact_tables.shape[1:]
+        self.exact_shape = list(cache.exact_tables.shape[1:])
 
 
 def variants() -> dict[str, Variant]:

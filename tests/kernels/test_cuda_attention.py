@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_worker.kv_store import Form, make_store
 from kernels import cpu, cuda_attention, reference
-from kernels.cuda_attend import Shape
+from kernels.cuda_attend_parts import Shape
 from kernels.layout import BLOCK_SIZE, CutCache, PagedCache, Paging
 
 FORMATS = ("fp32", "fp16", "int8", "int4", "h", "h_int4")
