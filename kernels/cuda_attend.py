@@ -20,16 +20,22 @@ from kernels.cuda_attend_parts import (
     WEIGHTS_BYTES,
     Shape,
     average,
+    greatest,
+    least,
     make_correct,
     make_dim,
     make_finish,
     make_fold,
+    make_hidden,
+    make_load_rows,
     make_merge,
+    make_positions,
     make_read,
     make_reset,
     make_softmax,
     make_start,
     make_state_of,
+    make_together,
     make_zeros,
 )
 from kernels.device_code import traced
@@ -45,6 +51,7 @@ from kernels.intrinsics import (
     quotient,
     remainder,
     shared_base,
+    smaller,
     store_f32,
     store_f32_if,
     store_f32x2_if,
@@ -60,19 +67,19 @@ MERGE_THREADS = 128
 
 
 def _make_slopes(shape: Shape) -> Any:
-    @traced("f" * shape.queries, is_tuple=True)
+    @traced("f" * shape.heads, is_tuple=True)
     def load_slopes(at: Any, count: Any) -> Any:
-        return tuple(load_f32_if(at + g * 4, less(g, count)) * _LOG2E for g in range(shape.queries))
+        return tuple(load_f32_if(at + h * 4, less(h, count)) * _LOG2E for h in range(shape.heads))
 
     return load_slopes
 
 
-def _make_no_sums(shape: Shape) -> Any:
-    @traced("f" * shape.queries, is_tuple=True)
-    def no_sums() -> Any:
-        return (0.0,) * shape.queries
+def _make_nothing(count: int) -> Any:
+    @traced("f" * count, is_tuple=True)
+    def nothing() -> Any:
+        return (0.0,) * count
 
-    return no_sums
+    return nothing
 
 
 def _make_put(shape: Shape) -> Any:
@@ -81,11 +88,12 @@ def _make_put(shape: Shape) -> Any:
 
     @traced()
     def put(
-        results: Any, parts: Any, totals: Any, at: Any, num_parts: Any, d: Any, num_here: Any
-    ) -> None:
+        results: Any, parts: Any, totals: Any, at: Any, num_parts: Any, d: Any, num_heads: Any, num_here: Any, num_rows: Any
+    ) -> None:  # fmt: skip
         for g in range(shape.queries):
-            is_there = less(g, num_here)
-            where = wide(at + g * num_parts)
+            r, h = divmod(g, shape.heads)
+            is_there = less(h, num_here) & less(r, num_rows)
+            where = wide(at + (num_heads * r + h) * num_parts)
             *values, top, total = results[g * count : (g + 1) * count]
             for i, x in enumerate(values):
                 store_f32_if(parts + (where * shape.dim + (d + i)) * 4, x, is_there)
@@ -98,12 +106,16 @@ def _make_write(shape: Shape) -> Any:
     count = shape.keep + 2
 
     @traced()
-    def write(results: Any, out: Any, at: Any, num_here: Any) -> None:
+    def write(
+        results: Any, out: Any, at: Any, num_heads: Any, num_here: Any, num_rows: Any
+    ) -> None:
         for g in range(shape.queries):
+            r, h = divmod(g, shape.heads)
+            is_there = less(h, num_here) & less(r, num_rows)
             *values, _, total = results[g * count : (g + 1) * count]
             for i, x in enumerate(values):
-                place = out + wide(at + (g * shape.dim + i)) * 4
-                store_f32_if(place, average(x, total), less(g, num_here))
+                place = out + wide(at + (num_heads * r + h) * shape.dim + i) * 4
+                store_f32_if(place, average(x, total), is_there)
 
     return write
 
@@ -125,7 +137,11 @@ def _make_kernel(shape: Shape) -> Any:
         make(shape) for make in (make_finish, make_fold, make_reset, make_read)
     )
     state_of, first_dim, load_slopes = make_state_of(shape), make_dim(shape), _make_slopes(shape)
-    no_sums, put, write = _make_no_sums(shape), _make_put(shape), _make_write(shape)
+    no_sums, no_slopes = _make_nothing(shape.queries), _make_nothing(shape.heads)
+    put, write = _make_put(shape), _make_write(shape)
+    num_rows, row_heads = shape.rows, shape.heads
+    together, load_rows = make_together(shape), make_load_rows(shape)
+    positions_of, hidden_of = make_positions(shape), make_hidden(shape)
     store_query, query_sums = (
         cuda_attend_pairs.make_store_query(shape),
         cuda_attend_pairs.make_query_sums(shape),
@@ -170,25 +186,34 @@ def _make_kernel(shape: Shape) -> Any:
         near_exact_values: Any, slots: Any, tables: Any, positions: Any, windows: Any, row_map: Any, map_base: Any, maps: Any,
         block_tables: Any, slopes: Any, out: Any, parts: Any, part_totals: Any, q_width: Any, layer: Any, layers: Any, heads: Any,
         group: Any, subs: Any, num_tables: Any, max_blocks: Any, exact_num_tables: Any, exact_max_blocks: Any, map_width: Any,
-        near_blocks: Any, splits: Any, scale: Any,
+        near_blocks: Any, splits: Any, row_count: Any, scale: Any,
     ) -> None:  # fmt: skip
         lane, warp, base = thread_id() & 31, thread_id() >> 5, shared_base()
         unit, split = quotient(block_x(), splits), remainder(block_x(), splits)
-        row, within = quotient(unit, heads * subs), remainder(unit, heads * subs)
-        head, first_query = quotient(within, subs), remainder(within, subs) * n
-        num_here = group - first_query  # queries from here on; those over n are another block's
-        query_head = head * group + first_query
+        row_group, within = quotient(unit, heads * subs), remainder(unit, heads * subs)
+        head, first_query = quotient(within, subs), remainder(within, subs) * row_heads
+        num_here = (
+            group - first_query
+        )  # heads from here on; those over row_heads are another block's
+        query_head, num_heads = head * group + first_query, heads * group
         grid_dependency_launch()
         grid_dependency_wait()
-        position = load_i32(positions + row * 4)
-        own = position >> 6
         per_split = quotient(streams, splits)
         first_stream = split * per_split
-        if first_stream <= own or splits == 1:
+        first_row = row_group * num_rows
+        count = smaller(num_rows, row_count - first_row)
+        active = together(slots, tables, positions, row_map, first_row, count)
+        turn = 0
+        for row in range(first_row, first_row + count, active):
+            rows_here = load_rows(positions, windows, row, active)
+            row_positions, row_hidden = positions_of(rows_here), hidden_of(rows_here)
+            position, hidden = greatest(row_positions), least(row_hidden)
+            own = position >> 6
+            if first_stream > own and splits > 1:
+                continue
             slot, which_table = load_i32(slots + row * 4), load_i32(tables + row * 4)
-            window, which_map = load_i32(windows + row * 4), load_i32(row_map + row * 4)
+            which_map = load_i32(row_map + row * 4)
             table = block_tables + wide((slot * num_tables + which_table) * max_blocks) * 4
-            first = position - window if window > 0 else -1
             mapped_from = far
             if which_map >= 0:
                 mapped_from = load_i32(map_base + row * 4) >> 6
@@ -205,7 +230,7 @@ def _make_kernel(shape: Shape) -> Any:
                     if first_stream == 0 and mapped_from > 0 and (own > 0 or own_copy < 0):
                         sink = load_i32(sink_of + wide(entry) * 4)
             sink_at = wide((sink * layers + layer) * heads + head) * sink_bytes
-            slope = no_sums()
+            slope = no_slopes()
             if slopes != 0:
                 slope = load_slopes(slopes + query_head * 4, num_here)
             row_q = q + wide(row * q_width + query_head * dim) * 4
@@ -217,10 +242,10 @@ def _make_kernel(shape: Shape) -> Any:
             query_total = no_sums()
             if has_keys:
                 for i in range(thread_id(), n * dim, num_threads):
-                    which = quotient(i, dim)
-                    store_query(
-                        base, which, remainder(i, dim), row_q + i * 4, which < num_here, scale
-                    )
+                    which, d = quotient(i, dim), remainder(i, dim)
+                    r, h = quotient(which, row_heads), remainder(which, row_heads)
+                    query_at = row_q + wide(r * q_width + h * dim + d) * 4
+                    store_query(base, which, d, query_at, h < num_here and r < active, scale)
                 sync_block()
                 if is_int4:
                     query_total = query_sums(base, lane)
@@ -228,7 +253,6 @@ def _make_kernel(shape: Shape) -> Any:
             else:
                 query = load_query(row_q, num_here, scale, warp, lane)
             reset(sums)
-            turn = 0
             for stream in range(first_stream, first_stream + per_split):
                 if stream & 3 == 0:
                     reset(sums_of_four)
@@ -241,7 +265,7 @@ def _make_kernel(shape: Shape) -> Any:
                             ahead = stream + 1
                         following = load_32_if(table + wide(ahead) * 4, ahead <= own)
                         from_position = block * 64
-                        if window == 0 or block == 0 or from_position + 63 > first:
+                        if block == 0 or from_position + 63 > hidden:
                             is_exact = has_copies and block == own and own_copy >= 0
                             is_near = block >= mapped_from
                             has_sink = block == 0 and sink >= 0
@@ -318,7 +342,7 @@ def _make_kernel(shape: Shape) -> Any:
                                 sync_warp()
                             step = softmax(
                                 state, scaling, slope, query_total, base + scores_at + turn * turn_bytes, weights,
-                                from_position, position, first, has_sink and lane < 2, lane,
+                                from_position, row_positions, row_hidden, has_sink and lane < 2, lane,
                             )  # fmt: skip
                             sync_warp()
                             state, total = state_of(step), correct(total, step)
@@ -357,35 +381,23 @@ def _make_kernel(shape: Shape) -> Any:
                         block += streams
                     results = finish(total, state, lane)
                     if splits == streams:
-                        at = (row * (heads * group) + query_head) * streams + stream
+                        at = (row * num_heads + query_head) * streams + stream
                         put(
-                            results,
-                            parts,
-                            part_totals,
-                            at,
-                            streams,
-                            first_dim(warp, lane),
-                            num_here,
-                        )
+                            results, parts, part_totals, at, streams, first_dim(warp, lane), num_heads, num_here, active
+                        )  # fmt: skip
                     else:
                         fold(sums_of_four, results)
                 if stream & 3 == 3:
                     if splits == 4:
-                        at = (row * (heads * group) + query_head) * 4 + split
+                        at = (row * num_heads + query_head) * 4 + split
                         put(
-                            read(sums_of_four),
-                            parts,
-                            part_totals,
-                            at,
-                            4,
-                            first_dim(warp, lane),
-                            num_here,
-                        )
+                            read(sums_of_four), parts, part_totals, at, 4, first_dim(warp, lane), num_heads, num_here, active
+                        )  # fmt: skip
                     elif splits == 1:
                         fold(sums, read(sums_of_four))
             if splits == 1:
-                at = (row * (heads * group) + query_head) * dim + first_dim(warp, lane)
-                write(read(sums), out, at, num_here)
+                at = (row * num_heads + query_head) * dim + first_dim(warp, lane)
+                write(read(sums), out, at, num_heads, num_here, active)
 
     return kernel
 
@@ -399,12 +411,12 @@ def attend(shape: Shape) -> Variant:
     parts float32 (rows, query heads, splits, dim) and part_totals float32 (rows, query heads, splits, 2), written instead of `out`
     if splits > 1. Then counts: floats of a row of q; the layer; layers and heads of the cache; query heads per cache head, and how many
     blocks of threads share them; tables per slot and blocks per table, the same of exact_tables; places per map; mapped
-    blocks per row; into how many blocks of threads the 16 streams are split. Last the scale of the scores.
+    blocks per row; into how many blocks of threads the 16 streams are split; rows. Last the scale of the scores.
 
-    Its grid is (rows * heads * subs * splits, 1).
+    Its grid is (rows / rows of the shape, rounded up, * heads * subs * splits, 1).
     """
-    name = f"attend_{'' if shape.has_keys else 'h_'}{shape.kind}_{shape.dim}_{shape.queries}"
-    args = "l" * 27 + "r" * 13 + "f"
+    name = f"attend_{'' if shape.has_keys else 'h_'}{shape.kind}_{shape.dim}_{shape.rows}x{shape.heads}"
+    args = "l" * 27 + "r" * 14 + "f"
     num_threads = 32 * shape.num_warps
     return Variant(
         name, _make_kernel(shape), args, num_threads, 1, shape.shared_bytes, blocks_per_sm(shape), (shape, num_threads)

@@ -24,19 +24,23 @@ from kernels.intrinsics import (
     less_f32,
     load_f32_if,
     load_f32x2_if,
+    load_i32,
     load_shared_f32,
     load_shared_f32x2,
     load_shared_f32x4,
     quotient,
+    same,
     select,
     select_int,
     shuffle_xor_f32,
+    smaller,
     store_shared_f32,
     store_shared_f32_if,
     store_shared_f32x2,
     sum_of_warp,
     unpack_half2,
     warp_max,
+    wide,
 )
 from kernels.layout import BLOCK_SIZE, NUM_SINKS
 
@@ -56,10 +60,11 @@ class Shape:
     Attributes:
         kind: of the stored numbers: fp32, fp16, int8 or int4.
         dim: values of a vector, a multiple of 8.
-        queries: query heads of a block of threads.
+        queries: queries of a block of threads: `rows` rows of as many query heads each.
         has_keys: keys and values, or inputs that are both.
         group: values that share a scale (int8, int4): `dim` where there are keys, else a multiple of 8.
         padded: floats of a line of fp32 values.
+        rows: that are reduced together where they read the same keys; 1 of inputs.
     """
 
     kind: str
@@ -68,6 +73,7 @@ class Shape:
     has_keys: bool
     group: int = 0
     padded: int = 0
+    rows: int = 1
 
     def __post_init__(self) -> None:
         if self.dim % 8 or self.num_warps > 32:
@@ -80,6 +86,11 @@ class Shape:
             )
         if self.has_scales and self.has_keys and self.group != self.dim:
             raise ValueError("keys and values have one scale a vector")
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a row."""
+        return self.queries // self.rows
 
     @property
     def is_int4(self) -> bool:
@@ -241,6 +252,76 @@ def _warp_max_f32(x: Any) -> Any:
     return f32_of(most ^ select_int(0x80000000, 0xFFFFFFFF, most >> 31))
 
 
+def make_together(shape: Shape) -> Any:
+    """How many of `count` rows are reduced together: all, if they read the same keys in the same form, else one by one."""
+
+    @traced("r")
+    def together(
+        slots: Any, tables: Any, positions: Any, row_map: Any, row: Any, count: Any
+    ) -> Any:
+        if shape.rows == 1:
+            return 1
+        places = [wide(row + smaller(r, count - 1)) * 4 for r in range(shape.rows)]
+        same_all: Any = 1
+        for place in places:
+            for field in (slots, tables):
+                same_all = same_all & same(load_i32(field + place), load_i32(field + places[0]))
+            blocks = [load_i32(positions + where) >> 6 for where in (place, places[0])]
+            same_all = same_all & same(*blocks) & less(load_i32(row_map + place), 0)
+        return select_int(count, 1, same_all)
+
+    return together
+
+
+def make_load_rows(shape: Shape) -> Any:
+    """Positions of the rows that are reduced together, then the last positions that their windows hide, or -1."""
+    count = shape.rows
+
+    @traced("r" * (2 * count))
+    def load_rows(positions: Any, windows: Any, row: Any, num_rows: Any) -> Any:
+        places = [wide(row + smaller(r, num_rows - 1)) * 4 for r in range(count)]
+        found = [load_i32(positions + place) for place in places]
+        hidden = []
+        for position, place in zip(found, places, strict=True):
+            window = load_i32(windows + place)
+            hidden.append(select_int(position - window, -1, less(0, window)))
+        return tuple(found + hidden)
+
+    return load_rows
+
+
+def make_positions(shape: Shape) -> Any:
+    @traced("r" * shape.rows, is_tuple=True)
+    def positions_of(rows: Any) -> Any:
+        return tuple(rows[: shape.rows])
+
+    return positions_of
+
+
+def make_hidden(shape: Shape) -> Any:
+    @traced("r" * shape.rows, is_tuple=True)
+    def hidden_of(rows: Any) -> Any:
+        return tuple(rows[shape.rows :])
+
+    return hidden_of
+
+
+@traced("r")
+def least(values: Any) -> Any:
+    found = values[0]
+    for value in values[1:]:
+        found = smaller(found, value)
+    return found
+
+
+@traced("r")
+def greatest(values: Any) -> Any:
+    found = values[0]
+    for value in values[1:]:
+        found = select_int(value, found, less(found, value))
+    return found
+
+
 def make_start(shape: Shape) -> Any:
     @traced("f" * (shape.state_floats * shape.queries), is_tuple=True)
     def start() -> Any:
@@ -266,24 +347,28 @@ def make_softmax(shape: Shape) -> Any:
 
     @traced("f" * (count + n))
     def softmax(
-        state: Any, scales: Any, slopes: Any, query_sums: Any, scores: Any, weights: Any, base: Any, position: Any, first: Any,
+        state: Any, scales: Any, slopes: Any, query_sums: Any, scores: Any, weights: Any, base: Any, positions: Any, firsts: Any,
         is_sink: Any, lane: Any,
     ) -> Any:  # fmt: skip
         """A lane has positions `base` + 2 lane and the next.
 
         scales: packed scales of the keys, their zero points, and the same of the values.
-        first: the last position that the window hides, or -1.
+        positions, firsts: of each row, and the last position that its window hides, or -1.
         is_sink: whether the lane's positions are read exactly beside a stored block.
         """
         keys = [base + 2 * lane, base + 2 * lane + 1]
-        seen = [less(k, position + 1) & (less(first, k) | less(k, NUM_SINKS)) for k in keys]
-        behind = [int_to_f32(k - position) for k in keys]
+        all_seen = [
+            [less(k, position + 1) & (less(first, k) | less(k, NUM_SINKS)) for k in keys]
+            for position, first in zip(positions, firsts, strict=True)
+        ]
+        all_behind = [[int_to_f32(k - position) for k in keys] for position in positions]
         if has_scales:
             key_scale, value_scale = unpack_half2(scales[0]), unpack_half2(scales[2])
         if is_int4:
             key_zero, value_zero = unpack_half2(scales[1]), unpack_half2(scales[3])
         tops, totals, zeros, corrections = [], [], [], []
         for g in range(n):
+            seen, behind = all_seen[g // shape.heads], all_behind[g // shape.heads]
             parts = [
                 load_shared_f32x2(scores + (w * n + g) * 256 + lane * 8)
                 for w in range(shape.num_warps)
@@ -296,7 +381,7 @@ def make_softmax(shape: Shape) -> Any:
                     s[i] = s[i] * key_scale[i]
                 if is_int4:
                     s[i] = fma(key_zero[i], query_sums[g], s[i])
-                s[i] = select(fma(slopes[g], behind[i], s[i]), MASKED, seen[i])
+                s[i] = select(fma(slopes[g % shape.heads], behind[i], s[i]), MASKED, seen[i])
             top = fmax(state[g], _warp_max_f32(fmax(s[0], s[1])))
             correction = exp2(state[g] - top)
             p = [select(exp2(x - top), 0.0, yes) for x, yes in zip(s, seen, strict=True)]

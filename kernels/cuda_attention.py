@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import cuda_attend, cuda_store
 from kernels.compiler import Variant
 from kernels.cuda_attend import MERGE_THREADS
-from kernels.cuda_attend_parts import SPLITS, Shape
+from kernels.cuda_attend_parts import SPLITS, STREAMS, Shape
 from kernels.layout import BLOCK_SIZE, CutCache, PagedCache, Paging
 from kernels.runtime import launch
 
@@ -93,10 +93,11 @@ def attention(
     tensors = _Tensors(cache)
     rows = len(qkv)
     group = num_heads // num_kv
-    queries, splits = plan(rows * num_kv, group, tensors.has_keys, dim)
-    subs = -(-group // queries)
+    queries, together, splits = plan(rows, num_kv, group, tensors.has_keys)
+    subs = -(-group // (queries // together))
     shape = Shape(
-        tensors.kind, dim, queries, tensors.has_keys, tensors.group, cache.values.shape[-1] if tensors.kind == "fp32" else 0
+        tensors.kind, dim, queries, tensors.has_keys, tensors.group, cache.values.shape[-1] if tensors.kind == "fp32" else 0,
+        together,
     )  # fmt: skip
     out = torch.empty(rows, num_heads * dim, device=qkv.device)
     parts = totals = None
@@ -105,11 +106,11 @@ def attention(
         totals = torch.empty(rows, num_heads, splits, 2, device=qkv.device)
     mapped, num_mapped = _mapped(tensors, rows, num_kv, dim, layer, paging)
     launch(
-        _attend(shape), (rows * num_kv * subs * splits, 1),
+        _attend(shape), (-(-rows // together) * num_kv * subs * splits, 1),
         qkv, *tensors.stored, *tensors.exact, *tensors.sinks, *mapped, paging.slots, paging.tables, paging.positions, paging.windows,
         paging.row_map, paging.map_base, paging.maps, paging.block_tables, slopes, out, parts, totals, qkv.shape[1], layer,
         tensors.layers, num_kv, group, subs, *paging.block_tables.shape[1:], *tensors.exact_shape, paging.maps.shape[1], num_mapped,
-        splits, 1 / math.sqrt(dim) if scale is None else scale,
+        splits, rows, 1 / math.sqrt(dim) if scale is None else scale,
     )  # fmt: skip
     if splits > 1:
         launch(
@@ -119,17 +120,17 @@ def attention(
     return out
 
 
-def plan(units: int, group: int, has_keys: bool, dim: int) -> tuple[int, int]:
-    """(query heads of a block of threads, into how many blocks the streams of a row are split), for `units` rows and cache heads.
+def plan(rows: int, num_kv: int, group: int, has_keys: bool) -> tuple[int, int, int]:
+    """(queries of a block of threads, of how many rows they are, into how many blocks the streams of a row are split).
 
-    Neither changes a bit of the result.
+    None of them changes a bit of the result. More than 64 rows are taken for those of prompts, which read the same keys.
     """
-    most = 4
-    if not has_keys and units * 16 < _WANTED_BLOCKS:
-        most = 1
-    queries = -(-group // -(-group // most))
-    blocks = units * -(-group // queries)
-    return queries, next(n for n in SPLITS if blocks * n >= _WANTED_BLOCKS or n == SPLITS[-1])
+    most = 1 if not has_keys and rows * num_kv * STREAMS < _WANTED_BLOCKS else 4
+    heads = -(-group // -(-group // most))
+    together = 4 // heads if has_keys and rows > 64 else 1
+    blocks = -(-rows // together) * num_kv * -(-group // heads)
+    splits = next(n for n in SPLITS if blocks * n >= _WANTED_BLOCKS or n == SPLITS[-1])
+    return heads * together, together, splits
 
 
 def _mapped(

@@ -121,14 +121,30 @@ def test_a_row_has_the_same_bits_however_its_work_is_shared(
     cache, heads = filled(kv_format), heads_of(kv_format)
     q = queries(kv_format, 3)
     results = []
-    for plan in ((1, 16), (2, 4), (2, 1)):
+    for plan in ((1, 1, 16), (2, 1, 4), (2, 1, 1)):
         monkeypatch.setattr(cuda_attention, "plan", lambda *_, plan=plan: plan)
-        at = paging([3, 139, -1] if plan[1] == 1 else [139, -1, 3])
-        rows = q if plan[1] == 1 else q[[1, 2, 0]].contiguous()
+        at = paging([3, 139, -1] if plan[2] == 1 else [139, -1, 3])
+        rows = q if plan[2] == 1 else q[[1, 2, 0]].contiguous()
         out = cuda_attention.attention(rows, heads, cache, 1, None, at, 0.3)
-        results.append(out if plan[1] == 1 else out[[2, 0, 1]])
+        results.append(out if plan[2] == 1 else out[[2, 0, 1]])
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     assert not results[0][2].any() and results[0][:2].all()  # a row at position -1 is none
+
+
+def test_rows_that_share_their_reading_have_the_bits_of_rows_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three rows of one block together, with windows; two across its end one by one; a last one without company."""
+    cache, heads = filled("int8"), heads_of("int8")
+    positions = [66, 67, 69, 127, 128, 70]
+    q, slopes = queries("int8", 6), torch.tensor([0.5, 0.1])
+    results = []
+    for plan in ((2, 1, 4), (6, 3, 1), (3, 3, 1)):
+        monkeypatch.setattr(cuda_attention, "plan", lambda *_, plan=plan: plan)
+        at = paging(positions)
+        at.windows[1:3] = torch.tensor([5, 60])
+        results.append(cuda_attention.attention(q, heads, cache, 1, slopes, at, 0.3))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "int8", "h_int4"])
@@ -155,11 +171,12 @@ def test_inputs_come_back(kv_format: str) -> None:
 
 
 def test_plans_fill_the_device_and_leave_no_head_out() -> None:
-    for units in (1, 12, 64, 768, 5000):
+    for rows in (1, 12, 64, 65, 256):
         for group in (1, 3, 5, 8, 12):
-            queries, splits = cuda_attention.plan(units, group, True, 128)
-            assert 1 <= queries <= 4 and queries * -(-group // queries) >= group
-            assert splits == 16 or units * -(-group // queries) * splits >= 512
+            queries, together, splits = cuda_attention.plan(rows, 12, group, True)
+            heads, blocks = queries // together, -(-rows // together)
+            assert 1 <= queries <= 4 and queries == heads * together
+            assert splits == 16 or blocks * 12 * -(-group // heads) * splits >= 512
 
 
 @pytest.mark.parametrize(
