@@ -47,6 +47,7 @@ class Work:
         rows.slots[:] = self.sequence.slot
         rows.positions[:] = rows.places[:] = positions
         rows.last_loop[:] = params.loops
+        rows.is_prompt[:] = rows.positions < self.sequence.num_prompt
         rows.windows[:] = params.cache_window
         if params.init_seed is not None:
             rows.has_init_seed[:] = True

@@ -159,10 +159,9 @@ class DecodeGraphs:
 
     def _capture(self, stretch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Captures a stretch, after a run on spare rows that loads its kernels; the buffers are left as they were."""
-        changed = (self._columns, self.states, self.embedded, self.final, self.chosen)
+        changed = self._changed()
         before = [tensor.clone() for tensor in changed]
-        for name in ("slots", "home"):
-            self._by_name[name].fill_(self._cache.spare_slot)
+        self._spare_all()
         stretch()
         for tensor, kept in zip(changed, before, strict=True):
             tensor.copy_(kept)
@@ -177,12 +176,17 @@ class DecodeGraphs:
         self._pool = graph.pool()
         return graph
 
+    def _changed(self) -> list[Tensor]:
+        """The buffers that stretches write and later ones read."""
+        return [self._columns, self.states, self.embedded, self.final, self.chosen]
+
+    def _spare_all(self) -> None:
+        for name in ("slots", "home"):
+            self._by_name[name].fill_(self._cache.spare_slot)
+
     def _stretch(self, kind: str, bucket: int, num_passes: int) -> Callable[[], None]:
         def enter() -> None:
-            sources = self._by_name["sources"][:bucket]
-            tokens = self._by_name["tokens"][:bucket]
-            chosen = self.chosen[sources.clamp(min=0)]
-            tokens.copy_(torch.where(sources >= 0, chosen, tokens))
+            tokens = self._take_tokens(bucket)
             positions = self._by_name["positions"][:bucket]
             embedded = self._model.enter(tokens, positions, self._paging_at(bucket), self._cache)
             self.embedded[:bucket].copy_(embedded)
@@ -199,10 +203,7 @@ class DecodeGraphs:
         def finish() -> None:
             y = self._model.leave(self.final[:bucket], self._paging_at(bucket), self._cache)
             self.logits[:bucket].copy_(self._model.logits(y))
-            settings = [setting[:bucket] for setting in self._settings]
-            self.chosen[:bucket].copy_(
-                self._model.ops.choose_packed(self.logits[:bucket], settings)
-            )
+            self._choose(bucket)
 
         def step() -> None:
             enter()
@@ -211,6 +212,18 @@ class DecodeGraphs:
             finish()
 
         return {"enter": enter, "passes": passes, "finish": finish, "step": step}[kind]
+
+    def _take_tokens(self, bucket: int) -> Tensor:
+        """The rows' tokens, those filled in that the last `finish` chose."""
+        sources, tokens = self._by_name["sources"][:bucket], self._by_name["tokens"][:bucket]
+        chosen = self.chosen[sources.clamp(min=0)]
+        tokens.copy_(torch.where(sources >= 0, chosen, tokens))
+        return tokens
+
+    def _choose(self, bucket: int) -> None:
+        settings = [setting[:bucket] for setting in self._settings]
+        tokens = self._model.ops.choose_packed(self.logits[:bucket], settings)
+        self.chosen[:bucket].copy_(tokens)
 
     def _paging_at(self, bucket: int) -> Callable[[int], Paging]:
         return lambda table: self._paging(bucket, self._by_name["home"], self._stage_tables[table])

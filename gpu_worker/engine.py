@@ -21,11 +21,13 @@ from gpu_worker.batch import Batch, Work
 from gpu_worker.decode_graphs import BUCKETS
 from gpu_worker.drawing import Drawing, draw
 from gpu_worker.exits import is_sequential
+from gpu_worker.fused_model import FusedModel, is_fusible
 from gpu_worker.graphed_model import GraphedModel
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.kv_sizes import is_absorbed
 from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
+from gpu_worker.model_config import ModelConfig
 from gpu_worker.plain_decode import Flight, PlainDecode
 from gpu_worker.prefixes import PrefixStore
 from gpu_worker.sequence import Sequence
@@ -79,8 +81,7 @@ class Engine:
         self.options = limits.resolve(config, options, weight_bytes)
         torch.set_num_threads(options.threads)
         keeps_inputs = options.kv_format in ("h", "h_int4")
-        make_model = GraphedModel if options.is_graphed else Model
-        self.model = make_model(
+        self.model = _model_kind(config, options)(
             config, artifact.tensors(), options.device, keeps_inputs, options.h_mode_fp16_attn_qkv
         )
         self.model.ops.set_threads(options.threads)
@@ -480,6 +481,13 @@ class Engine:
 
     def _max_positions(self, sequence: Sequence) -> int:
         return sequence.num_prompt + sequence.params.max_tokens
+
+
+def _model_kind(config: ModelConfig, options: EngineOptions) -> type[Model]:
+    if not options.is_graphed:
+        return Model
+    is_on_gpu = options.device == "cuda" and torch.cuda.is_available()
+    return FusedModel if is_on_gpu and is_fusible(config, options.kv_format) else GraphedModel
 
 
 def _error(run: Run, code: str, message: str) -> SequenceOutput:

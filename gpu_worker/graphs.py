@@ -25,7 +25,11 @@ from kernels.linear_wide import WideLaunch
 _BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
 _SHARE_BYTES = 109 * 1024  # of those, weights
 _SM_BYTES = 227 * 1024  # the most that one block can have
-_RESIDENT = {2: 66, 4: 31, 8: CLUSTERS}  # clusters of so many blocks that run at a time, one block a multiprocessor
+_RESIDENT = {
+    2: 66,
+    4: 31,
+    8: CLUSTERS,
+}  # clusters of so many blocks that run at a time, one block a multiprocessor
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ def make_store(
 
 def has_fragments(form: Form) -> bool:
     """Whether the GPU's kernels have a faster layout for these blocks than the general one."""
-    return form.kind == "fp16" and form.has_keys and form.dim % 32 == 0 and form.dim <= 256
+    return (
+        form.kind in ("fp16", "int4") and form.has_keys and form.dim % 32 == 0 and form.dim <= 256
+    )
 
 
 def copy_blocks(store: Store, source: Tensor, target: Tensor) -> None:

@@ -20,7 +20,7 @@ from gpu_worker.input_attention import InputAttention
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.rows import Rows, on_device
-from gpu_worker.weights import Layer, Norm, pack_weights
+from gpu_worker.weights import Layer, Norm, Weights, pack_weights
 from kernels.layout import Packed, Paging
 
 PagingAt = Callable[[int], Paging]  # that of some rows in one of the tables before the loops
@@ -33,6 +33,10 @@ AfterPass = Callable[
 class Model:
     """A model on one device.
 
+    Attributes:
+        can_map_keys: rows may read keys by a map of their own (trees of guesses).
+        stays_in_block: rows of one sequence in two blocks may not share a pass.
+
     Args:
         config: the model.
         tensors: its weights by their artifact names, as stored or in fp32.
@@ -40,6 +44,9 @@ class Model:
         keeps_inputs: its cache keeps the attention's inputs instead of K and V.
         is_half: where K and V are made again from inputs, round them and q to fp16.
     """
+
+    can_map_keys = True
+    stays_in_block = False
 
     def __init__(
         self,
@@ -53,7 +60,7 @@ class Model:
         self.arch = config.arch
         self.ops = kernels.backend(device)
         self.device: torch.device = self.ops.DEVICE
-        self.weights = pack_weights(config, tensors, self.ops)
+        self.weights = self._make_weights(tensors)
         self.has_coda = config.stages.coda > 0
         self._over_inputs = (
             InputAttention(config, tensors, self.weights, self.ops, is_half)
@@ -66,6 +73,9 @@ class Model:
             else self.ops.pack(self.weights.exit_weight, self.weights.exit_bias)
         )
         self._heads = (self.arch.n_heads, self.arch.n_kv_heads, self.arch.head_dim)
+
+    def _make_weights(self, tensors: Mapping[str, Tensor]) -> Weights:
+        return pack_weights(self.config, tensors, self.ops)
 
     # ------------------------------------------------------------------------------------------------------- the stages
 

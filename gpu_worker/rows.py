@@ -39,6 +39,7 @@ class Rows:
         row_map, map_base: see `Paging`; -1 for rows that read the plain table.
         init_seeds: uint64 seeds of the initial state, for models that have one.
         has_init_seed: bool.
+        is_prompt: bool, rows of prompt tokens; the others' were generated, or guessed.
         is_warm: bool, rows at loop 1 that start from the state that they bring.
         maps: (num_maps, width) places by position, for rows with a `row_map`.
         states, embedded: (n, d) fp32 where any `first_loop` > 1 or `is_warm`: the state before that loop and the prelude's output.
@@ -55,6 +56,7 @@ class Rows:
     map_base: Ints
     init_seeds: NDArray[np.uint64]
     has_init_seed: NDArray[np.bool_]
+    is_prompt: NDArray[np.bool_]
     is_warm: NDArray[np.bool_]
     maps: Ints
     states: Tensor | None = None
@@ -70,7 +72,7 @@ class Rows:
         return Rows(
             np.zeros(n, dtype=np.int64), zeros(), zeros(), zeros(), np.ones(n, dtype=np.int32), np.ones(n, dtype=np.int32),
             zeros(), np.full(n, -1, dtype=np.int32), zeros(), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.bool_),
-            np.zeros(n, dtype=np.bool_), NO_MAPS,
+            np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_), NO_MAPS,
         )  # fmt: skip
 
     def __len__(self) -> int:

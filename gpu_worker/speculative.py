@@ -349,7 +349,7 @@ def with_guesses(works: list[Work], model: Model, cache: KVCache, is_paying: boo
     """
     ready = [is_paying and _is_ready(work) for work in works]
     if all(ready) and all(w.sequence.params.speculation == "pipelined" for w in works):
-        return [Wave(work.sequence, cache.is_folding) for work in works]
+        return [Wave(work.sequence, cache.is_folding or model.stays_in_block) for work in works]
     for work in works:
         work.sequence.flight = []
     return [
@@ -370,7 +370,7 @@ def _round(sequence: Sequence, model: Model, cache: KVCache) -> Round:
     room = BLOCK_SIZE - 1 - sequence.num_computed % BLOCK_SIZE  # to the end of the root's block
     levels = sequence.pace.ahead() if sequence.pace else params.draft_ahead
     levels = min(levels, params.max_tokens - sequence.num_generated - 1)
-    if is_tree or cache.is_folding:
+    if is_tree or cache.is_folding or model.stays_in_block:
         levels = min(levels, room)
     if is_tree and sequence.num_computed < NUM_SINKS:
         levels = 0  # the first keys of a sequence have copies of their own, which places are not moved to
@@ -379,4 +379,4 @@ def _round(sequence: Sequence, model: Model, cache: KVCache) -> Round:
 
 def _can_map(model: Model, cache: KVCache) -> bool:
     """Whether rows can read keys by a map: not where K and V are rebuilt, block by block, from inputs. A tree is then a chain."""
-    return cache.form.has_keys or is_absorbed(model.config)
+    return model.can_map_keys and (cache.form.has_keys or is_absorbed(model.config))

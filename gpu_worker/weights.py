@@ -69,7 +69,7 @@ class Weights:
     inject: Packed | None
     norm: Norm
     norm_core: Norm
-    head: Packed
+    head: Packed | None
     head_proj: Packed | None
     exit_weight: Tensor | None
     exit_bias: Tensor | None
@@ -77,9 +77,14 @@ class Weights:
     slopes: Tensor | None
 
 
-def pack_weights(config: ModelConfig, tensors: Mapping[str, Tensor], ops: Any) -> Weights:
-    """The weights for the kernels `ops`, from the tensors by their artifact names (as stored with `.scale`s, or in fp32)."""
-    return _Packing(config, tensors, ops).everything()
+def pack_weights(
+    config: ModelConfig, tensors: Mapping[str, Tensor], ops: Any, has_products: bool = True
+) -> Weights:
+    """The weights for the kernels `ops`, from the tensors by their artifact names (as stored with `.scale`s, or in fp32).
+
+    Without `has_products` the layers and the head are left out, for a model that has them in another form.
+    """
+    return _Packing(config, tensors, ops).everything(has_products)
 
 
 class _Packing:
@@ -88,14 +93,14 @@ class _Packing:
         self.tensors = tensors
         self.ops = ops
 
-    def everything(self) -> Weights:
+    def everything(self, has_products: bool) -> Weights:
         arch, stages = self.arch, self.config.stages
         norm = self.norm("norm")
         assert norm is not None
         has_rank = arch.embed_rank > 0
         return Weights(
             prelude=[self.layer(f"prelude.{i}", i % stages.core) for i in range(stages.prelude)],
-            core=[self.layer(f"core.{i}", i) for i in range(stages.core)],
+            core=[self.layer(f"core.{i}", i) for i in range(stages.core * has_products)],
             coda=[
                 self.layer(f"coda.{i}", (stages.prelude + i) % stages.core)
                 for i in range(stages.coda)
@@ -106,7 +111,7 @@ class _Packing:
             inject=self.product("inject") if self.config.loop.inject == "concat" else None,
             norm=norm,
             norm_core=self.norm("norm_core") or norm,
-            head=self.product("embed" if arch.tied_head else "head"),
+            head=self.product("embed" if arch.tied_head else "head") if has_products else None,
             head_proj=(
                 self.ops.pack(self.matrix("embed.proj.weight").T.contiguous())
                 if has_rank and arch.tied_head

@@ -41,7 +41,8 @@ _THREADS = 256
 class StepShape:
     """d is a multiple of 16; `angles` is half the rotary width, 0 without rotary positions.
 
-    `target` is the product that reads x, `column_tiles` x 8 rows at a time.
+    `target` is the product that reads x, `column_tiles` x 8 rows at a time. `is_from_state`: rows start from the x that is there, not from
+    embeddings.
     """
 
     d_model: int
@@ -49,6 +50,7 @@ class StepShape:
     target: ProductShape
     column_tiles: int
     has_learned_positions: bool = False
+    is_from_state: bool = False
 
 
 def _make_begin(shape: StepShape) -> Any:
@@ -60,16 +62,20 @@ def _make_begin(shape: StepShape) -> Any:
         embeddings: Any, learned: Any, x: Any, squares: Any, gain: Any, packed: Any, token: Any,
         position: Any, row: Any, pair: Any, is_real: Any, scale: Any,
     ) -> None:  # fmt: skip
-        first, second = unpack_half2(
-            load_32_if(embeddings + (wide(token) * d + pair * 2) * 2, is_real)
-        )
-        first, second = first * scale, second * scale
-        if shape.has_learned_positions:
-            more = unpack_half2(load_32_if(learned + (wide(position) * d + pair * 2) * 2, is_real))
-            first, second = first + more[0], second + more[1]
-        total = sum_of_8_lanes(fma(first, first, second * second))
         address = x + (wide(row) * d + pair * 2) * 4
-        store_f32x2_if(address, first, second, is_real)
+        if shape.is_from_state:
+            first, second = load_f32x2_if(address, is_real)
+        else:
+            first, second = unpack_half2(
+                load_32_if(embeddings + (wide(token) * d + pair * 2) * 2, is_real)
+            )
+            first, second = first * scale, second * scale
+            if shape.has_learned_positions:
+                at = learned + (wide(position) * d + pair * 2) * 2
+                more = unpack_half2(load_32_if(at, is_real))
+                first, second = first + more[0], second + more[1]
+            store_f32x2_if(address, first, second, is_real)
+        total = sum_of_8_lanes(fma(first, first, second * second))
         gains = load_f32x2_if(gain + pair * 8, is_real)
         place = packed_place(row, pair * 2, shape.target, shape.column_tiles)
         halves = pack_prescaled(first * gains[0], second * gains[1])
@@ -114,7 +120,7 @@ def _make_begin(shape: StepShape) -> Any:
 
 
 def begin_step(shape: StepShape) -> Variant:
-    """Embed the rows' tokens and gather what the step needs.
+    """Embed the rows' tokens (or take their states) and gather what the step needs.
 
     Kernel arguments: tokens int32 (rows,); embeddings fp16 (vocab, d); learned positions fp16 (max_pos, d);
     x float32 (rows, d) and its sums of squares (rows, d/16), both written; positions int32 (rows,), -1: no row;
@@ -124,7 +130,7 @@ def begin_step(shape: StepShape) -> Variant:
     packed fp16 x times gain in the order of `target`, written; num_loops, max_loops, blocks_a_loop, scale.
     """
     return Variant(
-        name="begin_step",
+        name="begin_passes" if shape.is_from_state else "begin_step",
         function=_make_begin(shape),
         args="l" * 13 + "rrrf",
         num_threads=_THREADS,

@@ -49,6 +49,9 @@ CHAT_TEMPLATE = (
 # Each variant is a set of overrides; together they reach every kind of block, position, injection and head.
 VARIANTS: dict[str, dict[str, Any]] = {
     "pre": {},
+    "pure": {
+        "inject": "none", "state_init": "embed", "prelude": 0, "coda": 0, "d_model": 128, "head_dim": 32, "dtype": "fp16",
+    },
     "plain": {"inject": "none", "state_init": "embed", "prelude": 0, "coda": 0, "default": 1, "trained_max": 1, "hard_max": 1},
     "ouro": {
         "block": "branch_post", "inject": "none", "state_init": "embed", "prelude": 0, "core": 3, "coda": 0, "norm_each": True,

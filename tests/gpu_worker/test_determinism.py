@@ -24,7 +24,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "greedy penalties": {"frequency_penalty": 1.5, "logit_bias": ((5, 2.0), (9, -3.0))},
     "window": {"cache_window": 50, "temperature": 0.8},
 }  # fmt: skip
-MODELS = ["pre", "huginn", "ouro", "alibi"]
+MODELS = ["pre", "huginn", "ouro", "alibi", "pure"]
 PROMPT, LENGTH = 150, 40
 
 

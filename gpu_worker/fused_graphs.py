@@ -1,0 +1,228 @@
+"""The decode rows of a pre-norm, RMS, SwiGLU model through its fused kernels: five a layer, each started while the one before still runs.
+
+Same buffers, stretches and meaning as `DecodeGraphs`; only what a stretch launches is different. Every stretch begins with a kernel
+that takes the states as they are, so that rows may enter, leave and be changed between any two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.decode_graphs import DecodeGraphs
+from gpu_worker.graphs import DecodeSpec, DecodeWeights, column_tiles_for, step_kernels
+from gpu_worker.rows import Rows
+from kernels import fragments, step
+from kernels.layout import BLOCK_SIZE, FragmentCache
+from kernels.runtime import launch
+
+if TYPE_CHECKING:
+    from gpu_worker.kv_cache import KVCache
+    from gpu_worker.model import Model
+
+
+class FusedGraphs(DecodeGraphs):
+    """See the module.
+
+    Args:
+        spec: the model's shapes; `loops` plays no part.
+        tensors: `DecodeWeights`' names, and `pos` fp16 (max_pos, d) with learned positions.
+        angles: float32 (max_pos, head_dim / 2, 2) of cos and sin; None without rotary positions.
+        slopes: float32 (heads,), ALiBi alone.
+        embed_scale: embeddings are times this.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        max_rows: int,
+        spec: DecodeSpec,
+        tensors: Mapping[str, Tensor],
+        angles: Tensor | None,
+        slopes: Tensor | None,
+        embed_scale: float,
+    ) -> None:
+        super().__init__(model, cache, max_rows)
+        assert isinstance(cache.paged, FragmentCache)
+        self._spec, self._paged = spec, cache.paged
+        self._weights = DecodeWeights(spec, tensors)
+        self._angles, self._slopes, self._embed_scale = angles, slopes, embed_scale
+        device = model.device
+        self._row_info = torch.zeros(self.max_rows, 2, dtype=torch.int32, device=device)
+        self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
+        self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
+        self._q = torch.zeros(
+            self.max_rows, spec.n_heads * spec.head_dim, dtype=torch.half, device=device
+        )
+        self._by_bucket = {
+            bucket: _Bucket(spec, self._weights, bucket, device) for bucket in self.buckets
+        }
+
+    def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
+        super().load(rows, sources)
+        count = len(rows)
+        info = np.zeros((self.max_rows, 2), dtype=np.int32)
+        first_table = self._cache.num_extra_tables + rows.first_loop - 1
+        in_tables = (rows.slots - np.arange(count)) * self._cache.num_tables + first_table
+        info[:count, 0] = _num_stable(rows)
+        info[:count, 1] = in_tables
+        self._put(torch.from_numpy(info), self._row_info)
+        positions = np.full(self.max_rows, -1, dtype=np.int32)  # of rows that there are not
+        positions[:count] = rows.positions
+        self._put(torch.from_numpy(positions), self._by_name["positions"])
+
+    def keep(self, rows: slice | Tensor) -> None:
+        super().keep(rows)
+        self._by_name["positions"][rows] = -1
+
+    def _changed(self) -> list[Tensor]:
+        return [*super()._changed(), self._row_info, self._squares]
+
+    def _spare_all(self) -> None:
+        super()._spare_all()
+        self._by_name["positions"].fill_(-1)
+
+    # ------------------------------------------------------------------------------------------------------- the stretches
+
+    def _stretch(self, kind: str, bucket: int, num_passes: int) -> Callable[[], None]:
+        part = self._by_bucket[bucket]
+
+        def enter() -> None:
+            self._take_tokens(bucket)
+            self._begin(part, self.states, 0, "0.norm1", is_from_state=False)
+
+        def passes() -> None:
+            self._begin(part, self.states, num_passes, "0.norm1")
+            self._passes(part, num_passes, "0.norm1")
+            self._row_info[:bucket, 1] += num_passes
+
+        def head() -> None:
+            launch(
+                part.variants["head"], part.grids["head"], self._weights.packed["head"], part.normed, self._squares,
+                bucket, self._spec.norm_eps, self.logits,
+            )  # fmt: skip
+
+        def finish() -> None:
+            self._begin(part, self.final, 0, "norm")
+            head()
+            self._choose(bucket)
+
+        def whole() -> None:
+            self._take_tokens(bucket)
+            self._begin(part, self.states, num_passes, "0.norm1", is_from_state=False)
+            self._passes(part, num_passes, "norm")
+            head()
+            self._choose(bucket)
+
+        def read() -> None:
+            self._begin(part, self.final, 0, "norm")
+            head()
+
+        return {
+            "enter": enter, "passes": passes, "finish": finish, "step": whole, "read": read,
+        }[kind]  # fmt: skip
+
+    def read(self, states: Tensor) -> Tensor:
+        """Logits (n, vocab) of states (n, d), at most `max_rows`; valid until the next call."""
+        self.final[: len(states)].copy_(states)
+        self._run("read", self.bucket(len(states)), 0)
+        return self.logits[: len(states)]
+
+    def _begin(
+        self, part: _Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True
+    ) -> None:
+        spec, packed = self._spec, self._weights.packed
+        is_exact = spec.kv_format != "fp16"
+        blocks = self._paged.exact_tables if is_exact else self._block_tables
+        launch(
+            part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
+            packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, blocks,
+            part.slots, self._angles, self._rope, packed[gain], part.normed, num_passes, self._cache.num_tables,
+            self._cache.max_blocks, self._embed_scale, is_overlapped=False,
+        )  # fmt: skip
+
+    def _passes(self, part: _Bucket, num_passes: int, last_gain: str) -> None:
+        spec = self._spec
+        for loop in range(num_passes):
+            for layer in range(spec.layers):
+                is_last = (loop, layer) == (num_passes - 1, spec.layers - 1)
+                following = f"{layer + 1}.norm1" if layer + 1 < spec.layers else "0.norm1"
+                self._layer(part, loop, layer, last_gain if is_last else following)
+
+    def _layer(self, part: _Bucket, loop: int, layer: int, following: str) -> None:
+        spec, packed, paged, rows = self._spec, self._weights.packed, self._paged, part.rows
+        variants, grids, eps = part.variants, part.grids, spec.norm_eps
+        exact, stored = _at(paged.exact, layer), _at(paged.stored, layer)
+        exact_bytes, stored_bytes = paged.exact.stride(0), paged.stored.stride(0)
+        has_sinks = paged.sinks is not None
+        launch(
+            variants["qkv"], grids["qkv"], packed[f"{layer}.qkv"], part.normed, self._squares, rows, eps, self._q,
+            exact, part.slots[loop], self._rope, exact_bytes,
+        )  # fmt: skip
+        launch(
+            variants["attention"], grids["attention"], self._q, exact, paged.exact_tables, exact_bytes, stored,
+            stored_bytes, self._block_tables, self._by_name["positions"], self._row_info, self._slopes,
+            self._by_name["windows"], None, None, None, part.mixed, _at(paged.sinks, layer) if has_sinks else None,
+            paged.sink_of if has_sinks else None, paged.sinks.stride(0) if has_sinks else 0, loop,
+            self._cache.num_tables, self._cache.max_blocks,
+        )  # fmt: skip
+        launch(
+            variants["o"], grids["o"], packed[f"{layer}.o"], part.mixed, None, rows, eps, self.states, self._squares,
+            packed[f"{layer}.norm3"], part.normed,
+        )  # fmt: skip
+        launch(
+            variants["gate_up"], grids["gate_up"], packed[f"{layer}.gate_up"], part.normed, self._squares, rows, eps,
+            part.hidden,
+        )  # fmt: skip
+        launch(
+            variants["down"], grids["down"], packed[f"{layer}.down"], part.hidden, None, rows, eps, self.states,
+            self._squares, packed[following], part.normed,
+        )  # fmt: skip
+
+
+class _Bucket:
+    """The kernels of one number of rows, and what lies between them."""
+
+    def __init__(
+        self, spec: DecodeSpec, weights: DecodeWeights, rows: int, device: torch.device
+    ) -> None:
+        self.rows = rows
+        self.variants, self.grids = step_kernels(spec, rows)
+        tiles = column_tiles_for(rows)
+        angles = spec.head_dim // 2 if spec.is_rotary else 0
+        has_learned = "pos" in weights.packed
+        self.begin_step, self.begin_passes = (
+            step.begin_step(
+                step.StepShape(spec.d_model, angles, weights.shapes["qkv"], tiles, has_learned, is_state)
+            )
+            for is_state in (False, True)
+        )  # fmt: skip
+        self.slots = torch.zeros(spec.loops, rows, dtype=torch.int32, device=device)
+        self.normed, self.mixed, self.hidden = (
+            torch.zeros(
+                fragments.packed_size(rows, weights.shapes[name], tiles), dtype=torch.half, device=device
+            )
+            for name in ("qkv", "o", "down")
+        )  # fmt: skip
+
+
+def _num_stable(rows: Rows) -> NDArray[np.int32]:
+    """How many leading blocks of each row's sequence no row of these writes."""
+    stable: NDArray[np.int32] = rows.places // BLOCK_SIZE
+    if len(np.unique(rows.slots)) < len(rows):
+        least: dict[int, int] = {}
+        for slot, block in zip(rows.slots.tolist(), stable.tolist(), strict=True):
+            least[slot] = min(block, least.get(slot, block))
+        stable = np.array([least[slot] for slot in rows.slots.tolist()], dtype=np.int32)
+    return stable
+
+
+def _at(pool: Tensor, layer: int) -> Tensor:
+    """The pool from `layer` of its first block on."""
+    return pool.view(-1)[layer * pool.stride(1) :]
