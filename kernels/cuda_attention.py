@@ -186,10 +186,9 @@ def variants() -> dict[str, Variant]:
     for kind in ("fp32", "fp16", "int8", "int4"):
         has_scales = kind in ("int8", "int4")
         found += [_store(kind, True), _gather(kind, True)]
-        for dim, queries in ((128, 1), (64, 4), (16, 2)):
-            found.append(
-                _attend(Shape(kind, dim, queries, True, dim * has_scales, dim * (kind == "fp32")))
-            )
+        for dim, queries, rows in ((128, 1, 1), (128, 4, 4), (64, 4, 1), (16, 2, 1)):
+            group, padded = dim * has_scales, dim * (kind == "fp32")
+            found.append(_attend(Shape(kind, dim, queries, True, group, padded, rows)))
     for kind in ("fp16", "int4"):
         found += [_store(kind, False), _gather(kind, False)]
         group = 128 if kind == "int4" else 0
