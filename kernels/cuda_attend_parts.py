@@ -262,7 +262,7 @@ def make_together(shape: Shape) -> Any:
         if shape.rows == 1:
             return 1
         places = [wide(row + smaller(r, count - 1)) * 4 for r in range(shape.rows)]
-        same_all: Any = 1
+        same_all = less(load_i32(row_map + places[0]), 0)
         for place in places:
             for field in (slots, tables):
                 same_all = same_all & same(load_i32(field + place), load_i32(field + places[0]))
