@@ -96,20 +96,6 @@ def load_128_if(address: int, condition: int) -> Four:
     return struct.unpack("<4I", emulator.read_global(address, 16))
 
 
-@op(
-    "rr",
-    "lr",
-    "{.reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
-    "@p ld.global.cg.v2.u32 {$0,$1}, [$2];}",
-    volatile=True,
-)
-def load_64_if(address: int, condition: int) -> tuple[int, int]:
-    """Two words, or zeros where `condition` is 0."""
-    if not condition:
-        return (0, 0)
-    return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
-
-
 @op("ff", "l", "ld.global.cg.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_f32x2(address: int) -> tuple[float, float]:
     return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
@@ -227,6 +213,18 @@ def store_32(address: int, value: int) -> None:
 def store_32_if(address: int, value: int, condition: int) -> None:
     if condition:
         emulator.write_global(address, struct.pack("<I", value & 0xFFFFFFFF))
+
+
+@op(
+    "",
+    "lrrr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.u32 [$0], {$1,$2};}",
+    memory=True,
+)
+def store_64_if(address: int, a: int, b: int, condition: int) -> None:
+    """Two words."""
+    if condition:
+        emulator.write_global(address, struct.pack("<2I", a & 0xFFFFFFFF, b & 0xFFFFFFFF))
 
 
 @op(
