@@ -17,6 +17,7 @@ from kernels.compiler import Variant
 from kernels.cuda_linear_parts import (
     GROUP,
     GROUP_BYTES,
+    RUN,
     SLICES,
     Sliced,
     make_sliced,
@@ -34,7 +35,7 @@ _DIRECT_GROUPS = (48, 128, 216)
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a weight lies in memory: tiles of 16 rows, each in groups of 32 columns; `kind` is half, pair or int8."""
+    """How a weight lies in memory: tiles of 16 rows in runs of 8, groups of 32 columns; `kind` is half, pair or int8."""
 
     kind: str
     num_tiles: int
@@ -46,7 +47,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 
     fp16 stays as it is; int8 (with fp32 `scale` (num_out,)) takes one byte; bf16 becomes fp16 times a power of two per row (exact but
     for what is below 2^-38 of the row's largest); fp32 becomes two planes of fp16, high and low, times a power of two per row.
-    `Packed.data` is [tile][group][plane][step of 16 columns][lane][8 halves] (int8: [tile][group][lane][16 bytes], each plus 128);
+    `Packed.data` is [8 tiles][group][tile][plane][step of 16 columns][lane][8 halves] (int8: [..][tile][lane][16 bytes], each plus 128);
     `Packed.scale` fp32 (num_out,) is what a row's sum is multiplied with.
     """
     num_out, num_in = weight.shape
@@ -67,19 +68,20 @@ def pack(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
         if weight.dtype != torch.bfloat16:
             form = Form("pair", form.num_tiles, form.groups)
             planes.append(_fragments((values - high.float()).half(), form, 0))
-    data = torch.stack(planes, 2).contiguous().view(torch.uint8).view(-1)
+    data = torch.stack(planes, 3).contiguous().view(torch.uint8).view(-1)
     bias = None if bias is None else bias.float().contiguous()
     return Packed(data, num_out, num_in, bias, factor.contiguous(), form)
 
 
 def _fragments(weight: Tensor, form: Form, zero: int) -> Tensor:
-    """(num_tiles, groups, values of a plane's group): int8 has both steps of a lane side by side."""
-    padded = weight.new_full((form.num_tiles * 16, form.groups * GROUP), zero)
+    """(runs of tiles, groups, RUN, values of a plane's group): int8 has both steps of a lane side by side."""
+    runs = -(-form.num_tiles // RUN)
+    padded = weight.new_full((runs * RUN * 16, form.groups * GROUP), zero)
     padded[: weight.shape[0], : weight.shape[1]] = weight
-    parts = padded.view(form.num_tiles, 2, 8, form.groups, 4, 2, 2, 2)
-    # axes: 0 tile 1 high row 2 g 3 group 4 t 5 step 6 high column 7 half
-    order = (0, 3, 2, 4, 5, 6, 1, 7) if form.kind == "int8" else (0, 3, 5, 2, 4, 6, 1, 7)
-    return parts.permute(*order).reshape(form.num_tiles, form.groups, -1)
+    parts = padded.view(runs, RUN, 2, 8, form.groups, 4, 2, 2, 2)
+    # axes: 0 run 1 tile 2 high row 3 g 4 group 5 t 6 step 7 high column 8 half
+    order = (0, 4, 1, 3, 5, 6, 7, 2, 8) if form.kind == "int8" else (0, 4, 1, 6, 3, 5, 7, 2, 8)
+    return parts.permute(*order).reshape(runs, form.groups, RUN, -1)
 
 
 def linear(x: Tensor, weight: Packed) -> Tensor:
@@ -98,18 +100,21 @@ def _multiply(x: Tensor, weight: Packed, y: Tensor, *, is_add: bool) -> None:
     assert x.is_contiguous() and y.is_contiguous(), "the kernel goes by addresses"
     if len(x) == 0:
         return
-    fitting = [groups for groups in _DIRECT_GROUPS if weight.arrays.groups <= groups]
-    if x.shape[0] <= 8 and fitting:
-        multiply_directly(direct_shape(weight.arrays.kind, fitting[0]), x, weight, y, is_add)
-        return
-    multiply_staged(staged_shape(weight.arrays.kind, x.shape[0]), *stage(x), weight, y, is_add)
+    form: Form = weight.arrays
+    if len(x) <= 8 and form.groups <= _DIRECT_GROUPS[-1]:
+        shape = direct_shape(form.kind, form.num_tiles, form.groups)
+        multiply_directly(shape, x, weight, y, is_add)
+    else:
+        staged = staged_shape(form.kind, form.num_tiles, len(x))
+        multiply_staged(staged, *stage(x), weight, y, is_add)
 
 
 def stage(x: Tensor) -> tuple[Tensor, Tensor]:
     """x split into planes of halves in the matrix unit's order, and what undoes the scale of each row's slices."""
     n, num_in = x.shape
     row_tiles, groups = -(-n // 8), -(-num_in // GROUP)
-    planes = torch.empty(row_tiles * groups * 512, dtype=torch.int16, device=x.device)
+    runs = -(-row_tiles // RUN)
+    planes = torch.empty(runs * RUN * groups * 512, dtype=torch.int16, device=x.device)
     inverse = torch.empty(n * SLICES, device=x.device)
     launch(_stage(), (row_tiles, SLICES), x, planes, inverse, n, num_in, groups)
     return planes, inverse
@@ -144,20 +149,27 @@ def _launch_product(
     )  # fmt: skip
 
 
-def direct_shape(kind: str, max_groups: int) -> Sliced:
-    """For up to 8 rows."""
-    is_small = max_groups == _DIRECT_GROUPS[0]
-    chunk, blocks = (2, 3) if is_small else (4, 1)
+def direct_shape(kind: str, num_tiles: int, groups: int) -> Sliced:
+    """For up to 8 rows: few tiles give each block a multiprocessor and deep prefetches."""
+    is_small = groups <= _DIRECT_GROUPS[0]
+    is_few = num_tiles <= MULTIPROCESSORS
+    max_groups = next(most for most in _DIRECT_GROUPS if groups <= most)
+    chunk, blocks = (3, 2) if is_small and not is_few else (6, 1)
     if kind == "pair":
-        chunk, blocks = chunk // 2, min(blocks, 2)
-    return Sliced(kind, 1, 1, chunk, max_groups, blocks)
+        chunk, blocks = -(-chunk // 2), 1
+    return Sliced(kind, 1, 1, chunk, max_groups, blocks, 4 if is_small else 8)
 
 
-def staged_shape(kind: str, n: int) -> Sliced:
+def staged_shape(kind: str, num_tiles: int, n: int) -> Sliced | Tiled:
     """For more rows."""
+    if kind == "pair":
+        return Sliced(kind, 1, 2, 1) if n <= 16 else Sliced(kind, 2, 4, 1)
     if n <= 16:
-        return Sliced(kind, 1, 2, 1, blocks_per_sm=1 if kind == "pair" else 2)
-    return Sliced(kind, 2 if n <= 64 or kind == "pair" else 4, 4, 1)
+        is_few = num_tiles <= MULTIPROCESSORS
+        return Sliced(kind, 1, 2, 2) if is_few else Sliced(kind, 2, 2, 1, blocks_per_sm=2)
+    if n <= 64:
+        return Sliced(kind, 2 if num_tiles <= 2 * MULTIPROCESSORS else 4, 4, 1)
+    return Tiled(kind, 4, 4, 2, 2, 6, 2)
 
 
 @cache
@@ -171,7 +183,7 @@ def sliced(shape: Sliced) -> Variant:
     """The product of `shape`; see `make_sliced`."""
     how = f"_s{shape.max_groups}" if shape.max_groups else ""
     return Variant(
-        name=f"product_{shape.kind}_{shape.tiles}x{shape.columns}{how}",
+        name=f"product_{shape.kind}_{shape.tiles}x{shape.columns}x{shape.chunk}{how}",
         function=make_sliced(shape),
         args=_PRODUCT_ARGS,
         num_threads=32 * SLICES,
@@ -200,6 +212,9 @@ def variants() -> dict[str, Variant]:
     """Every kernel here, by name."""
     found = [_stage()]
     for kind in GROUP_BYTES:
-        found += [sliced(direct_shape(kind, groups)) for groups in _DIRECT_GROUPS]
-        found += [sliced(staged_shape(kind, n)) for n in (16, 64, 256)]
+        for num_tiles in (1, 1000):
+            found += [sliced(direct_shape(kind, num_tiles, groups)) for groups in _DIRECT_GROUPS]
+            for n in (16, 64, 256):
+                shape = staged_shape(kind, num_tiles, n)
+                found.append(tiled(shape) if isinstance(shape, Tiled) else sliced(shape))
     return {variant.name: variant for variant in found}

@@ -52,9 +52,9 @@ from kernels.intrinsics import (
 
 SLICES = 8
 GROUP = 32  # columns that one 128-bit load of a lane covers
+RUN = 8  # tiles of W or x whose pieces of a group lie side by side
 X_GROUP_BYTES = 1024  # 8 rows, one group: the high plane's 512 bytes, then the low plane's
 GROUP_BYTES = {"half": 1024, "pair": 2048, "int8": 512}  # 16 weight rows, one group
-_SCAN = 4  # groups of x in flight while a slice is staged
 
 
 # --- splitting x -----------------------------------------------------------------------------------
@@ -93,43 +93,39 @@ def _load_eight(row: Any, column: Any, num_in: Any, is_row: Any, is_wide: bool) 
     return [load_f32_if(at + 4 * i, is_row & less(column + i, num_in)) for i in range(8)]
 
 
-def _make_scan(is_wide: bool) -> Any:
+def make_stage_slice(is_shared: bool, held: int) -> Any:
+    """One warp splits groups low .. end of 8 rows of x; the scale's inverse of row lane / 4 comes back.
+
+    Group i goes to `place` + i * 1024 in shared memory, where x itself waits for its scale, or to + i * 8192 in global memory. `held`
+    groups are in registers at a time; without shared memory a slice of more is read twice.
+    """
+    stride = X_GROUP_BYTES if is_shared else RUN * X_GROUP_BYTES
+    store = store_shared_128_if if is_shared else store_128_if
+
+    def make_load(is_wide: bool) -> Any:
+        @traced("f" * (8 * held))
+        def load(row: Any, group: Any, end: Any, t: Any, num_in: Any, is_row: Any) -> Any:
+            found: list[Any] = []
+            for i in range(held):
+                column, is_there = (group + i) * GROUP + t * 8, is_row & less(group + i, end)
+                found += _load_eight(row, column, num_in, is_there, is_wide)
+            return tuple(found)
+
+        return load
+
+    load_wide, load_narrow = make_load(True), make_load(False)
+
+    @device_function
+    def load(row: Any, group: Any, end: Any, t: Any, num_in: Any, is_row: Any) -> Any:
+        if num_in & 3:
+            return load_narrow(row, group, end, t, num_in, is_row)
+        return load_wide(row, group, end, t, num_in, is_row)
+
     @traced("f")
-    def scan(row: Any, group: Any, end: Any, t: Any, num_in: Any, is_row: Any, top: Any) -> Any:
-        loads = []
-        for i in range(_SCAN):
-            column = (group + i) * GROUP + t * 8
-            loads.append(_load_eight(row, column, num_in, is_row & less(group + i, end), is_wide))
-        for values in loads:
-            for value in values:
-                top = fmax(top, f32_of(bits_of(value) & 0x7FFFFFFF))
+    def top_of(top: Any, values: Any) -> Any:
+        for value in values:
+            top = fmax(top, f32_of(bits_of(value) & 0x7FFFFFFF))
         return top
-
-    return scan
-
-
-def _make_write(is_wide: bool, is_shared: bool) -> Any:
-    @traced()
-    def write(
-        row: Any, group: Any, end: Any, t: Any, num_in: Any, is_row: Any, scale: Any, place: Any
-    ) -> None:
-        loads = []
-        for i in range(_SCAN):
-            column = (group + i) * GROUP + t * 8
-            is_group = less(group + i, end)
-            loads.append((_load_eight(row, column, num_in, is_row & is_group, is_wide), is_group))
-        for i, (values, is_group) in enumerate(loads):
-            for plane, halves in enumerate(split_eight(values, scale)):
-                at = place + (group + i) * X_GROUP_BYTES + plane * 512
-                (store_shared_128_if if is_shared else store_128_if)(at, *halves, is_group)
-
-    return write
-
-
-def make_stage_slice(is_shared: bool) -> Any:
-    """One warp writes groups low .. end of 8 rows of x to `place` + 1024 group; the scale's inverse of row lane / 4 comes back."""
-    scan_wide, scan_narrow = _make_scan(True), _make_scan(False)
-    write_wide, write_narrow = _make_write(True, is_shared), _make_write(False, is_shared)
 
     @traced("f")
     def top_of_row(top: Any) -> Any:
@@ -137,38 +133,79 @@ def make_stage_slice(is_shared: bool) -> Any:
             top = fmax(top, shuffle_xor_f32(top, mask))
         return top
 
+    @traced()
+    def write(values: Any, group: Any, end: Any, scale: Any, place: Any) -> None:
+        for i in range(held):
+            for plane, halves in enumerate(split_eight(values[8 * i : 8 * i + 8], scale)):
+                at = place + (group + i) * stride + plane * 512
+                store(at, *halves, less(group + i, end))
+
+    @traced()
+    def keep(values: Any, group: Any, end: Any, place: Any) -> None:
+        for i in range(2 * held):
+            bits = [bits_of(value) for value in values[4 * i : 4 * i + 4]]
+            at = place + (group + i // 2) * stride + i % 2 * 512
+            store_shared_128_if(at, *bits, less(group + i // 2, end))
+
+    @traced("f" * (8 * held))
+    def kept(group: Any, end: Any, place: Any) -> Any:
+        found = []
+        for i in range(2 * held):
+            inside = select_int(group + i // 2, end - 1, less(group + i // 2, end))
+            found += [
+                f32_of(word) for word in load_shared_128(place + inside * stride + i % 2 * 512)
+            ]
+        return tuple(found)
+
     @device_function
-    def stage(
+    def stage_shared(
         x: Any, first_row: Any, n: Any, num_in: Any, low: Any, end: Any, lane: Any, place: Any
     ) -> Any:
         t = lane & 3
         row = x + wide(first_row + (lane >> 2)) * (num_in * 4)
         is_row = less(first_row + (lane >> 2), n)
         top = int_to_f32(0)
-        if num_in & 3:
-            for group in range(low, end, _SCAN):
-                top = scan_narrow(row, group, end, t, num_in, is_row, top)
-        else:
-            for group in range(low, end, _SCAN):
-                top = scan_wide(row, group, end, t, num_in, is_row, top)
+        for group in range(low, end, held):
+            values = load(row, group, end, t, num_in, is_row)
+            top = top_of(top, values)
+            keep(values, group, end, place)
         scale, inverse = slice_scale(top_of_row(top))
-        if num_in & 3:
-            for group in range(low, end, _SCAN):
-                write_narrow(row, group, end, t, num_in, is_row, scale, place)
-        else:
-            for group in range(low, end, _SCAN):
-                write_wide(row, group, end, t, num_in, is_row, scale, place)
+        for group in range(low, end, held):
+            write(kept(group, end, place), group, end, scale, place)
         return inverse
 
-    return stage
+    @device_function
+    def stage_global(
+        x: Any, first_row: Any, n: Any, num_in: Any, low: Any, end: Any, lane: Any, place: Any
+    ) -> Any:
+        t = lane & 3
+        row = x + wide(first_row + (lane >> 2)) * (num_in * 4)
+        is_row = less(first_row + (lane >> 2), n)
+        values = load(row, low, end, t, num_in, is_row)
+        top = top_of(int_to_f32(0), values)
+        for group in range(low + held, end, held):
+            top = top_of(top, load(row, group, end, t, num_in, is_row))
+        scale, inverse = slice_scale(top_of_row(top))
+        write(values, low, end, scale, place)
+        for group in range(low + held, end, held):
+            write(load(row, group, end, t, num_in, is_row), group, end, scale, place)
+        return inverse
+
+    return stage_shared if is_shared else stage_global
+
+
+@traced("l")
+def run_place(tile: Any, groups: Any, group_bytes: Any) -> Any:
+    """Where a tile's first group lies: pieces of 8 tiles lie side by side, then the next group's."""
+    return (wide(tile >> 3) * (groups * RUN) + (tile & (RUN - 1))) * group_bytes
 
 
 def make_stage_kernel() -> Any:
-    """x float32 (n, num_in) -> planes [8 rows][group][high, low][lane][8 halves] and 1 / s float32 (n, 8).
+    """x float32 (n, num_in) -> planes [64 rows][group][8 rows][high, low][lane][8 halves] and 1 / s float32 (n, 8).
 
     One warp a block; grid (row tiles, SLICES).
     """
-    stage = make_stage_slice(is_shared=False)
+    stage = make_stage_slice(is_shared=False, held=6)
 
     def kernel(x: Any, planes: Any, inverse: Any, n: Any, num_in: Any, groups: Any) -> None:
         lane = thread_id()
@@ -177,7 +214,7 @@ def make_stage_kernel() -> Any:
         per = (groups + SLICES - 1) >> 3
         low = block_y() * per
         first_row = block_x() * 8
-        place = planes + wide(block_x()) * (groups * X_GROUP_BYTES) + lane * 16
+        place = planes + run_place(block_x(), groups, X_GROUP_BYTES) + lane * 16
         end = min(groups, low + per)
         own = stage(x, first_row, n, num_in, low, end, lane, place)
         row = first_row + (lane >> 2)
@@ -243,6 +280,7 @@ class Sliced:
     chunk: int
     max_groups: int = 0
     blocks_per_sm: int = 1
+    held: int = 4  # groups of x in registers while the block stages it
 
     @property
     def row_floats(self) -> int:
@@ -268,20 +306,22 @@ def make_sliced(shape: Sliced) -> Any:
     """
     kind, tiles, columns, chunk = shape.kind, shape.tiles, shape.columns, shape.chunk
     words, group_bytes = load_words(kind), GROUP_BYTES[kind]
+    w_stride, x_stride = RUN * group_bytes, RUN * X_GROUP_BYTES
     row_floats, partial_bytes = shape.row_floats, shape.partial_bytes
+    assert RUN % tiles == 0 and RUN % columns == 0, "a block's tiles lie in one run"
     is_direct = shape.max_groups > 0
     width_shift = (16 * tiles).bit_length() - 1
     zeros_at, x_at = SLICES * partial_bytes, SLICES * partial_bytes + 512
     num_acc = 4 * tiles * columns
-    stage = make_stage_slice(is_shared=True)
+    stage = make_stage_slice(is_shared=True, held=shape.held)
 
     @traced("r" * (chunk * tiles * words))
-    def load_weights(at: Any, tile_bytes: Any, group: Any, end: Any, num_tiles: Any) -> Any:
+    def load_weights(at: Any, group: Any, end: Any, num_tiles: Any) -> Any:
         found = []
         for i in range(chunk):
             for tile in range(tiles):
                 is_there = less(group + i, end) & less(tile, num_tiles)
-                place = at + (wide(tile_bytes) * tile + i * group_bytes)
+                place = at + (i * RUN + tile) * group_bytes
                 for q in range(words // 4):
                     found += load_weight_128_if(place + q * 512, is_there)
         return tuple(found)
@@ -291,12 +331,12 @@ def make_sliced(shape: Sliced) -> Any:
         return 0, 0
 
     @traced("r" * (chunk * columns * 8))
-    def load_x(at: Any, tile_bytes: Any, group: Any, end: Any, num_columns: Any) -> Any:
+    def load_x(at: Any, group: Any, end: Any, num_columns: Any) -> Any:
         found = []
         for i in range(chunk):
             for column in range(columns):
                 is_there = less(group + i, end) & less(column, num_columns)
-                place = at + (wide(tile_bytes) * column + i * X_GROUP_BYTES)
+                place = at + (i * RUN + column) * X_GROUP_BYTES
                 for plane in range(2):
                     found += load_128_if(place + plane * 512, is_there)
         return tuple(found)
@@ -393,10 +433,9 @@ def make_sliced(shape: Sliced) -> Any:
         per = (groups + SLICES - 1) >> 3
         low = warp * per
         end = min(groups, low + per)
-        w_tile_bytes, x_tile_bytes = groups * group_bytes, groups * X_GROUP_BYTES
-        weights += low * group_bytes + lane * 16
+        weights += low * w_stride + lane * 16
         own = load_weights(
-            weights + wide(block_x() * tiles) * w_tile_bytes, w_tile_bytes, low, end,
+            weights + run_place(block_x() * tiles, groups, group_bytes), low, end,
             num_tiles - block_x() * tiles,
         )  # fmt: skip
         grid_dependency_launch()
@@ -412,8 +451,8 @@ def make_sliced(shape: Sliced) -> Any:
             parts = no_x()
         else:
             at_x = shared
-            x += wide(block_y() * columns) * x_tile_bytes + lane * 16
-            parts = load_x(x + low * X_GROUP_BYTES, x_tile_bytes, low, end, num_columns)
+            x += run_place(block_y() * columns, groups, X_GROUP_BYTES) + lane * 16
+            parts = load_x(x + low * x_stride, low, end, num_columns)
             inverses = load_inverses(inverse, first_row + 2 * (lane & 3), n, warp)
         num_sums = min(n - first_row, 8 * columns) * (16 * tiles)
         for tile in range(block_x() * tiles, num_tiles, grid_x() * tiles):
@@ -423,15 +462,13 @@ def make_sliced(shape: Sliced) -> Any:
                 if following >= end:
                     following, next_tile = low, tile + grid_x() * tiles
                 later = load_weights(
-                    weights + wide(next_tile) * w_tile_bytes + (following - low) * group_bytes,
-                    w_tile_bytes, following, end, num_tiles - next_tile,
+                    weights + run_place(next_tile, groups, group_bytes) + (following - low) * w_stride,
+                    following, end, num_tiles - next_tile,
                 )  # fmt: skip
                 if is_direct:
                     acc = multiply(acc, own, parts, at_x, group, end)
                 else:
-                    later_x = load_x(
-                        x + following * X_GROUP_BYTES, x_tile_bytes, following, end, num_columns
-                    )
+                    later_x = load_x(x + following * x_stride, following, end, num_columns)
                     acc = multiply(acc, own, parts, at_x, group, end)
                     parts = later_x
                 own = later

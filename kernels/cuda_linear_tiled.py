@@ -11,14 +11,16 @@ from typing import Any
 
 from kernels.cuda_linear_parts import (
     GROUP_BYTES,
+    RUN,
     SLICES,
     X_GROUP_BYTES,
     accumulate,
     load_words,
+    run_place,
     store_result,
     unpack_weights,
 )
-from kernels.device_code import device_function, traced
+from kernels.device_code import traced
 from kernels.intrinsics import (
     block_x,
     block_y,
@@ -85,10 +87,11 @@ def make_tiled(shape: Tiled) -> Any:
     block_tiles, block_columns = shape.block_tiles, shape.block_columns
     words, group_bytes = load_words(kind), GROUP_BYTES[kind]
     stages, stage_bytes = shape.stages, shape.stage_bytes
+    w_stride, x_stride = RUN * group_bytes, RUN * X_GROUP_BYTES
     x_at, bars_at = block_tiles * group_bytes, stages * stage_bytes
     num_warps, warps_n = shape.warps_m * shape.warps_n, shape.warps_n
     num_acc = 4 * tiles * columns
-    assert block_tiles + block_columns <= 32, "a lane fetches one tile"
+    assert RUN % block_tiles == 0 and RUN % block_columns == 0, "a block's tiles lie in one run"
 
     @traced("f" * num_acc)
     def no_sums() -> Any:
@@ -155,25 +158,17 @@ def make_tiled(shape: Tiled) -> Any:
                         old = load_f32_if(at, is_there & is_add)
                         store_result(at, part[2 * high + odd], (*ready, old), is_there, is_add)
 
-    @device_function
-    def fetch_weights(shared: Any, weights: Any, group: Any, slot: Any, lane: Any) -> None:
+    @traced()
+    def fetch_weights(shared: Any, weights: Any, group: Any, slot: Any) -> None:
         bar = shared + bars_at + slot * 16
-        if lane == 0:
-            mbarrier_expect(bar, stage_bytes)
-        sync_warp()
-        if lane < block_tiles:
-            bulk_copy(
-                shared + slot * stage_bytes + lane * group_bytes,
-                weights + group * group_bytes, group_bytes, bar,
-            )  # fmt: skip
+        mbarrier_expect(bar, stage_bytes)
+        place = shared + slot * stage_bytes
+        bulk_copy(place, weights + wide(group) * w_stride, block_tiles * group_bytes, bar)
 
-    @device_function
-    def fetch_x(shared: Any, x: Any, group: Any, slot: Any, lane: Any) -> None:
-        if lane >= block_tiles and lane < block_tiles + block_columns:
-            bulk_copy(
-                shared + slot * stage_bytes + x_at + (lane - block_tiles) * X_GROUP_BYTES,
-                x + group * X_GROUP_BYTES, X_GROUP_BYTES, shared + bars_at + slot * 16,
-            )  # fmt: skip
+    @traced()
+    def fetch_x(shared: Any, x: Any, group: Any, slot: Any) -> None:
+        place, bar = shared + slot * stage_bytes + x_at, shared + bars_at + slot * 16
+        bulk_copy(place, x + wide(group) * x_stride, block_columns * X_GROUP_BYTES, bar)
 
     def kernel(
         weights: Any, scale: Any, bias: Any, x: Any, inverse: Any, y: Any, n: Any, num_out: Any,
@@ -188,19 +183,17 @@ def make_tiled(shape: Tiled) -> Any:
         sync_block()
         grid_dependency_launch()
         first_tile, first_column = block_y() * block_tiles, block_x() * block_columns
-        # beyond the end the last tile is fetched again; what comes of it is not stored
-        tile = min(first_tile + lane, num_tiles - 1)
-        own_w = weights + wide(tile) * (groups * group_bytes)
-        column = min(first_column + max(lane - block_tiles, 0), ((n + 7) >> 3) - 1)
-        own_x = x + wide(column) * (groups * X_GROUP_BYTES)
-        if warp == 0:
+        # a run is whole in memory: what comes of tiles beyond the end is not stored
+        weights += run_place(first_tile, groups, group_bytes)
+        x += run_place(first_column, groups, X_GROUP_BYTES)
+        if thread_id() == 0:
             for group in range(min(stages, groups)):
-                fetch_weights(shared, own_w, group, group, lane)
+                fetch_weights(shared, weights, group, group)
         grid_dependency_wait()
-        if warp == 0:
+        if thread_id() == 0:
             fence_async()
             for group in range(min(stages, groups)):
-                fetch_x(shared, own_x, group, group, lane)
+                fetch_x(shared, x, group, group)
         warp_m, warp_n = warp // warps_n, warp % warps_n
         row = first_column * 8 + warp_n * (8 * columns) + 2 * (lane & 3)
         at_w = shared + warp_m * (tiles * group_bytes) + lane * 16
@@ -219,10 +212,10 @@ def make_tiled(shape: Tiled) -> Any:
                     mbarrier_arrive_cluster(shared + bars_at + slot * 16 + 8)
                 # the group before is most likely done with by all warps: its place in the ring is filled
                 later = group + (stages - 1)
-                if warp == 0 and group > 0 and later < groups:
+                if thread_id() == 0 and group > 0 and later < groups:
                     mbarrier_wait(shared + bars_at + before * 16 + 8, parity_before)
-                    fetch_weights(shared, own_w, later, before, lane)
-                    fetch_x(shared, own_x, later, before, lane)
+                    fetch_weights(shared, weights, later, before)
+                    fetch_x(shared, x, later, before)
                 before, parity_before = slot, parity
                 slot += 1
                 if slot == stages:

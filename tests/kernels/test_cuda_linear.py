@@ -68,8 +68,8 @@ def test_no_rows_and_no_bias() -> None:
 
 def test_int8_takes_a_byte_and_fp16_two() -> None:
     for kind, size in (("int8", 1), ("fp16", 2), ("bf16", 2), ("fp32", 4)):
-        weight, scale = weights(32, 64, kind)
-        assert pack(weight, None, scale).data.nbytes == 32 * 64 * size
+        weight, scale = weights(256, 64, kind)
+        assert pack(weight, None, scale).data.nbytes == 256 * 64 * size
 
 
 def test_weights_beyond_the_range_of_halves_are_kept() -> None:
