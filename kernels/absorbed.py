@@ -26,9 +26,7 @@ from typing import Any
 
 from kernels.absorbed_parts import (
     GROUP,
-    NUM_SINKS,
     PIECE,
-    SCALES_AT,
     SCORE_ROW,
     STAGE_BYTES,
     copy_exact,
@@ -72,6 +70,7 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
+from kernels.layout import NUM_SINKS
 
 CHAINS = 8
 _JOINED = 2  # blocks a row with which each block joins its half of the chains
@@ -203,7 +202,9 @@ class AbsorbedLaunch:
     def shared_bytes(self) -> int:
         # p, shares, what is joined, corrections; sums of queries; what the chains read
         small = CHAINS * 16 + self.shape.columns * (128 + 16 + 8 + 4 + 4 * self.shape.groups)
-        return self.ring_bytes + self.shape.query_bytes + self.partials_bytes + small + self.kept_bytes
+        return (
+            self.ring_bytes + self.shape.query_bytes + self.partials_bytes + small + self.kept_bytes
+        )
 
 
 _ARGS = "l" * 18 + "rrr"
@@ -227,7 +228,7 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     infos_at = joined_at + shape.columns * 8
     sums_at = infos_at + chains * 16
     kept_at = sums_at + shape.groups * shape.columns * 4
-    sum_bytes = shape.columns * 4
+    sum_bytes, kept_bytes = shape.columns * 4, shape.num_words * 128
     stage_bytes, piece, num_sinks, everything = STAGE_BYTES, PIECE, NUM_SINKS, _EVERYTHING
     group_partials = shape.columns * SCORE_ROW * 4
     stride, sink_chain, stored, sinks_only, exact_piece = (
@@ -458,9 +459,9 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
             sync_block()
             words = results(total, shares, lane)
             if is_joined and s > 0:
-                words = join(words, base + kept_at, shares, thread)
+                words = join(words, base + kept_at + warp * kept_bytes, shares, lane)
             if is_joined and not is_last:
-                keep(words, base + kept_at, thread)
+                keep(words, base + kept_at + warp * kept_bytes, lane)
             else:
                 put(words, out + wide(slot) * (n_heads * d * 2), warp, lane)
 

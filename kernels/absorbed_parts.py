@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     from kernels.absorbed import AbsorbedShape
 
 GROUP = 128  # values of the input that share a scale, and that one warp owns
-SCALES_AT = 64 * GROUP // 2  # in a stage: first the codes of 64 positions, then their scales, then their zeros
+SCALES_AT = (
+    64 * GROUP // 2
+)  # in a stage: first the codes of 64 positions, then their scales, then their zeros
 STAGE_BYTES = SCALES_AT + 256
 PIECE = 16  # positions of a piece of an exact block, which fills a stage as 64 stored ones do
 SCORE_ROW = 68  # floats from head to head of a group's scores: stores of a warp meet no bank twice
@@ -88,9 +90,7 @@ def narrow(x: Any) -> Any:
 
 
 @traced()
-def copy_stored(
-    stage: Any, codes: Any, scales: Any, row_bytes: Any, lane: Any
-) -> None:
+def copy_stored(stage: Any, codes: Any, scales: Any, row_bytes: Any, lane: Any) -> None:
     """A group's 64 positions: codes (64, 64 bytes at `row_bytes` each), chunks of 16 bytes swizzled, and its two rows of scales."""
     chunk = (lane & 3) ^ ((lane >> 3) & 3)
     source = codes + wide((lane >> 2) * row_bytes + (lane & 3) * 16)
@@ -331,7 +331,9 @@ def make_zeros(shape: AbsorbedShape) -> Any:
 def _correct(shape: AbsorbedShape, sums: Any, factors: Any, lane: Any) -> Any:
     """All of a lane's sums times their heads' factors: tiles of 16 values x column tiles x 4, then the zeros' x 4."""
     fixes = [_load_pair(shape, factors, tile, lane) for tile in range(shape.tiles)]
-    return [value * fixes[tile][odd] for value, (tile, odd) in zip(sums, _columns(shape), strict=True)]
+    return [
+        value * fixes[tile][odd] for value, (tile, odd) in zip(sums, _columns(shape), strict=True)
+    ]
 
 
 def _columns(shape: AbsorbedShape) -> list[tuple[int, int]]:
@@ -347,7 +349,9 @@ def _tuples(shape: AbsorbedShape, values: Any) -> list[Any]:
 
 def _weights(shape: AbsorbedShape, weights: Any, tile: int, pair: int, lane: Any) -> Any:
     width = columns_of(shape, tile) * 4
-    return load_shared_128(weights + tile * 1024 + (pair * width + _lane_of(shape, tile, lane)) * 16)
+    return load_shared_128(
+        weights + tile * 1024 + (pair * width + _lane_of(shape, tile, lane)) * 16
+    )
 
 
 def make_values_stored(shape: AbsorbedShape) -> Any:
@@ -464,7 +468,7 @@ def make_close(shape: AbsorbedShape, is_joined: bool) -> Any:
             store_shared_f32_if(shares + column * 16, inverse, is_lane)
             if is_joined:
                 before = load_shared_f32x2(joined + column * 8)
-                both = join_factors(*before, top, total)
+                both = join_factors(before[0], before[1], top, total)
                 store_shared_f32x2_if(shares + column * 16 + 8, both[2], both[3], is_lane)
                 top, total = select(top, both[0], is_first), select(total, both[1], is_first)
                 store_shared_f32x2_if(joined + column * 8, top, total, is_lane)
@@ -513,29 +517,25 @@ def make_results(shape: AbsorbedShape) -> Any:
 
 
 def make_keep(shape: AbsorbedShape) -> Any:
-    stride = 128 * shape.groups
-
     @traced()
-    def keep(words: Any, kept: Any, thread: Any) -> None:
-        """Put averages aside in shared memory, each thread its own."""
+    def keep(words: Any, kept: Any, lane: Any) -> None:
+        """Put averages aside in the warp's memory, each lane its own."""
         for i, word in enumerate(words):
-            store_shared_32(kept + thread * 4 + i * stride, word)
+            store_shared_32(kept + lane * 4 + i * 128, word)
 
     return keep
 
 
 def make_join(shape: AbsorbedShape) -> Any:
-    stride = 128 * shape.groups
-
     @traced("r" * shape.num_words)
-    def join(words: Any, kept: Any, shares: Any, thread: Any) -> Any:
+    def join(words: Any, kept: Any, shares: Any, lane: Any) -> Any:
         """The averages of what was put aside and this chain."""
-        places = _places(shape, thread & 31)
+        places = _places(shape, lane)
         factors = [load_shared_f32x4(shares + head * 16) for _, _, head in places]
         out: list[Any] = []
         for i, word in enumerate(words):
             _, _, old_share, share = factors[i % len(factors)]
-            old = load_shared_32(kept + thread * 4 + i * stride)
+            old = load_shared_32(kept + lane * 4 + i * 128)
             out.append(join_halves(old, word, old_share, share))
         return tuple(out)
 

@@ -235,7 +235,9 @@ def _make_store(shape: AbsorbedShape) -> Any:
         values = [
             v * factor * g
             for v, g in zip(
-                load_f32x4_if(x + wide(place * 4), 1), load_f32x4_if(gain + wide(place * 4), 1), strict=True
+                load_f32x4_if(x + wide(place * 4), 1),
+                load_f32x4_if(gain + wide(place * 4), 1),
+                strict=True,
             )
         ]
         clamped = [fmax(fmin(v, 65504.0), -65504.0) for v in values]
@@ -254,13 +256,14 @@ def _make_store(shape: AbsorbedShape) -> Any:
             most = fmax(most, shuffle_xor_f32(most, mask))
         pair = pack_half2(divide(most - least, 15.0), least)
         scale, zero = unpack_half2(pair)
-        word: Any = 0
+        word: Any = None
         for i, value in enumerate(values):
             # a flat group has scale 0 and codes 0
             has_spread = less_f32(0.0, scale)
             code = divide(value - zero, select(scale, int_to_f32(1), has_spread))
             code = fmin(fmax(select(code, int_to_f32(0), has_spread), 0.0), 15.0)
-            word = word | (nearest_int(code) << (8 * i))
+            byte = nearest_int(code) << (8 * i)
+            word = byte if word is None else word | byte
         # the second half of the group is the high four bits
         word = word | (shuffle_from(word, lane + 16) << 4)
         store_32_if(codes + wide(offset * (d // 2) + group * 64 + lane * 4), word, less(lane, 16))
@@ -281,7 +284,11 @@ def _make_query(launch: ProductLaunch) -> Any:
     is_cut, d, groups, n_heads = shape.is_cut, shape.d_model, shape.groups, shape.n_heads
     kv_group = shape.n_heads // shape.n_kv_heads
     tiles, columns, num_warps = launch.tiles, launch.columns, launch.num_warps
-    weight_bytes, tile_bytes, fold_bytes = launch.weight_bytes, product.tile_bytes, launch.fold_tile_bytes
+    weight_bytes, tile_bytes, fold_bytes = (
+        launch.weight_bytes,
+        product.tile_bytes,
+        launch.fold_tile_bytes,
+    )
     x_bytes, head_dim, slots, query_bytes = (
         launch.x_bytes, shape.head_dim, launch.sum_slots, shape.query_bytes,
     )  # fmt: skip
@@ -298,10 +305,17 @@ def _make_query(launch: ProductLaunch) -> Any:
     send, collect, store, row_scales = (
         _make_send(launch), _make_collect(launch), _make_store(shape), make_scales(d, 1),
     )  # fmt: skip
-    column_tiles, group_bytes, ranks, num_sinks = launch.column_tiles, shape.group_bytes, RANKS, NUM_SINKS
+    column_tiles, group_bytes, ranks, num_sinks = (
+        launch.column_tiles,
+        shape.group_bytes,
+        RANKS,
+        NUM_SINKS,
+    )
 
     @traced()
-    def share(a: Any, b: Any, table: Any, q: Any, bar: Any, m: Any, tile: Any, g: Any, is_real: Any) -> None:
+    def share(
+        a: Any, b: Any, table: Any, q: Any, bar: Any, m: Any, tile: Any, g: Any, is_real: Any
+    ) -> None:
         """Finish two values of q and give them to all blocks, as B fragments."""
         factor = load_shared_f32(table + m * 4) * shape.scale
         pair = f32_of(pack_half2(a * factor, b * factor))
@@ -312,7 +326,9 @@ def _make_query(launch: ProductLaunch) -> Any:
             store_async_f32(there, pair, map_shared(bar, rank), is_real)
 
     @traced()
-    def finish(acc: Any, queries: Any, head: Any, tile: Any, first_row: Any, rows: Any, lane: Any) -> None:
+    def finish(
+        acc: Any, queries: Any, head: Any, tile: Any, first_row: Any, rows: Any, lane: Any
+    ) -> None:
         """Write a tile of 16 values of W_k^T q, two a word, in the order of `absorbed.query_place`."""
         g, t = lane >> 2, lane & 3
         is_high = (g >> 1) & 1
@@ -382,7 +398,10 @@ def _make_query(launch: ProductLaunch) -> Any:
                     piece = (head * ranks + rank) * tiles + warp
                     mbarrier_expect(weight_bar, tile_bytes)
                     bulk_copy(
-                        base + warp * tile_bytes, weights + wide(piece) * tile_bytes, tile_bytes, weight_bar
+                        base + warp * tile_bytes,
+                        weights + wide(piece) * tile_bytes,
+                        tile_bytes,
+                        weight_bar,
                     )
                 if warp < groups:
                     piece = (quotient(head, kv_group) * ranks + rank) * groups + warp
@@ -401,7 +420,9 @@ def _make_query(launch: ProductLaunch) -> Any:
             if thread_id() == 0:
                 fence_async()
                 mbarrier_expect(x_bar, x_bytes)
-                bulk_copy(base + x_at, packed + wide(block_y() * ranks + rank) * x_bytes, x_bytes, x_bar)
+                bulk_copy(
+                    base + x_at, packed + wide(block_y() * ranks + rank) * x_bytes, x_bytes, x_bar
+                )
             for i in range(warp, rows, num_warps):
                 row_scales(squares, base + scales_at, first_row, i, rows, eps, lane)
             mbarrier_wait(x_bar, 0)
@@ -484,7 +505,9 @@ def _make_stage(launch: ProductLaunch, slots: int) -> Any:
         return top, total, words
 
     @traced()
-    def stage(averages: Any, meta: Any, head: Any, x: Any, item: Any, first_row: Any, rank: Any, rows: Any) -> None:
+    def stage(
+        averages: Any, meta: Any, head: Any, x: Any, item: Any, first_row: Any, rank: Any, rows: Any
+    ) -> None:
         """Join 8 values of a row's averages and put them into their place as B fragments."""
         row, unit = quotient(item, units), remainder(item, units)
         column = rank * k_slice + unit * 8
@@ -509,7 +532,12 @@ def _make_stage(launch: ProductLaunch, slots: int) -> Any:
 def _make_values(launch: ProductLaunch, slots: int, target: ProductShape) -> Any:
     shape, product = launch.shape, product_shape(launch.shape)
     tiles, columns, num_threads = launch.tiles, launch.columns, 32 * _VALUE_WARPS
-    tile_bytes, units, ranks, num_warps = product.tile_bytes, product.k_slice // 8, RANKS, _VALUE_WARPS
+    tile_bytes, units, ranks, num_warps = (
+        product.tile_bytes,
+        product.k_slice // 8,
+        RANKS,
+        _VALUE_WARPS,
+    )
     x_at, sums_at = launch.weight_bytes, launch.weight_bytes + launch.x_bytes
     bars_at, head_dim = sums_at + RANKS * launch.sum_slots * 64, shape.head_dim
     warp_bars_at, column_tiles = bars_at + 8, launch.column_tiles
@@ -535,7 +563,12 @@ def _make_values(launch: ProductLaunch, slots: int, target: ProductShape) -> Any
             if warp < tiles:
                 piece = (head * ranks + rank) * tiles + warp
                 mbarrier_expect(weight_bar, tile_bytes)
-                bulk_copy(base + warp * tile_bytes, weights + wide(piece) * tile_bytes, tile_bytes, weight_bar)
+                bulk_copy(
+                    base + warp * tile_bytes,
+                    weights + wide(piece) * tile_bytes,
+                    tile_bytes,
+                    weight_bar,
+                )
         sync_block()
         grid_dependency_launch()
         cluster_arrive_relaxed()
@@ -562,12 +595,16 @@ def _make_values(launch: ProductLaunch, slots: int, target: ProductShape) -> Any
     return kernel
 
 
-def values(name: str, launch: ProductLaunch, attend: AbsorbedLaunch, target: ProductShape) -> Variant:
+def values(
+    name: str, launch: ProductLaunch, attend: AbsorbedLaunch, target: ProductShape
+) -> Variant:
     """W_v of the joined averages, fp16 in the order in which `target` reads it: grid (8 * heads, chunks of columns).
 
     Kernel arguments: W_v (`repeat_heads`, `pack_heads`), averages and meta of `absorbed.attention`, out, num_rows.
     """
-    shared = launch.weight_bytes + launch.x_bytes + RANKS * launch.sum_slots * 64 + 8 + 8 * _VALUE_WARPS
+    shared = (
+        launch.weight_bytes + launch.x_bytes + RANKS * launch.sum_slots * 64 + 8 + 8 * _VALUE_WARPS
+    )
     return Variant(
         name=f"{name}_m{launch.columns}_x{attend.split}",
         function=_make_values(launch, attend.slots, target),
