@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,14 @@ KERNELS = ("query", "attention", "values", "o", "gate_up", "down", "head")
 def compile_all(
     kinds: list[str], row_counts: list[int], splits: list[int], build_dir: Path
 ) -> None:
-    """Compile what a run needs, side by side."""
-    jobs = [(kind, rows, split) for kind in kinds for rows in row_counts for split in splits]
+    """Compile what a run needs, side by side, the longest first."""
+    jobs: dict[Any, tuple[str, int, int, str]] = {}
+    for kind, rows, split in product(kinds, row_counts, splits):
+        for name, variant in step_kernels(REFERENCE, kind, rows, split)[0].items():
+            jobs[variant.name, variant.constants] = (kind, rows, split, name)
+    ordered = sorted(jobs.values(), key=lambda job: job[3] != "attention")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        names = {
-            (kind, rows, split, name): None
-            for kind, rows, split in jobs
-            for name in step_kernels(REFERENCE, kind, rows, split)[0]
-        }
-        list(pool.map(_compile, names, [build_dir] * len(names)))
+        list(pool.map(_compile, ordered, [build_dir] * len(ordered)))
 
 
 def _compile(job: tuple[str, int, int, str], build_dir: Path) -> None:
