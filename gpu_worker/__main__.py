@@ -60,7 +60,7 @@ def load(settings: Settings) -> Loaded:
         kv_share=settings.kv_share,
         num_blocks=settings.kv_blocks,
         max_rows=settings.max_rows,
-        prefill_chunk=settings.prefill_chunk,
+        prefill_chunk=settings.prefill_chunk_on(device),
         max_seq_len=max_seq_len,
         threads=settings.threads,
         build_dir=settings.build_dir,

@@ -26,7 +26,7 @@ class Admission:
     def __init__(self, settings: Settings, workers: Workers, queue: PriorityQueue) -> None:
         self._max_depth = settings.max_queue_depth
         self._default_slo_ms = settings.default_slo_ms
-        self._chunk = settings.prefill_chunk
+        self._chunk = settings.prefill_chunk_on("cpu")
         self._workers = workers
         self._queue = queue
         self._output_ratio = Ema(0.05)  # actual / asked tokens

@@ -189,8 +189,8 @@ class Settings:
         "Keep K/V of every loop, or fold a generated token's to its last loop's.")
     kv_blocks: int = _integer("TINYLOOP_KV_BLOCKS", 0, 0, 1 << 30, "blocks",
         "Blocks of the KV pool (64 positions of one loop each).", shown="0: from free memory")
-    prefill_chunk: int = _integer("TINYLOOP_PREFILL_CHUNK", 256, 64, 65_536, "tokens",
-        "Prompt tokens of one prefill step.", multiple=64)
+    prefill_chunk: int | None = _integer("TINYLOOP_PREFILL_CHUNK", None, 64, 65_536, "tokens",
+        "Prompt tokens of one prefill step.", multiple=64, shown="256 on cpu, 2048 on cuda")
     max_rows: int = _integer("TINYLOOP_MAX_ROWS", 64, 1, 4096, "rows",
         "Sequences that a worker runs at a time.")
     threads: int = _integer("TINYLOOP_THREADS", 1, 1, 256, "threads",
@@ -294,6 +294,10 @@ class Settings:
                 f"0 with TINYLOOP_KV_FORMAT={base}; it stacks onto fp16, int4, h and h_int4",
             )
         return cuts["h" in base.split("_") or self.kv_h_mode, "int4" in base or self.kv_int4]
+
+    def prefill_chunk_on(self, device: str) -> int:
+        """Prompt tokens of one prefill step on `device`."""
+        return self.prefill_chunk or (2048 if device == "cuda" else 256)
 
     def summary(self) -> str:
         """One line for the log: every setting that differs from its default."""
