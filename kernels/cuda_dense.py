@@ -18,14 +18,13 @@ from kernels.cuda_dense_parts import (
     THREADS,
     WARPS,
     add_exactly,
-    block_max,
-    block_sum,
     exp,
     exp_beyond_linear,
     gelu,
     gelu_tanh,
     log,
     log_1p,
+    make_block_sums,
     relu_squared,
     silu_times,
     store_as_f64,
@@ -70,13 +69,26 @@ _AT_ONCE = 4  # values of a thread that are loaded together
 _STRIDE = THREADS * _AT_ONCE
 
 
-@traced("f" * _AT_ONCE)
-def _load_some(row: Any, first: Any, width: Any) -> Any:
-    """Columns first, first + THREADS, ... of a row of float32, zeros beyond its end."""
-    return tuple(
-        load_f32_if(row + (first + i * THREADS) * 4, less(first + i * THREADS, width))
-        for i in range(_AT_ONCE)
-    )
+_block_sum, _ = make_block_sums(WARPS)
+# Rows of logits are long: more threads and more loads in flight.
+_LONG_THREADS, _LONG_AT_ONCE = 512, 8
+_LONG_STRIDE = _LONG_THREADS * _LONG_AT_ONCE
+_long_sum, _long_max = make_block_sums(_LONG_THREADS // 32)
+
+
+def _make_load(count: int, threads: int) -> Any:
+    @traced("f" * count)
+    def load(row: Any, first: Any, width: Any) -> Any:
+        """Columns first, first + threads, ... of a row of float32, zeros beyond its end."""
+        return tuple(
+            load_f32_if(row + (first + i * threads) * 4, less(first + i * threads, width))
+            for i in range(count)
+        )
+
+    return load
+
+
+_load_some, _load_long = _make_load(_AT_ONCE, THREADS), _make_load(_LONG_AT_ONCE, _LONG_THREADS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -135,11 +147,11 @@ def _norm_kernel(
         total = int_to_f32(0)
         for first in range(thread, width, _STRIDE):
             total = _add_some(total, _load_some(row, first, width))
-        mean = _mean(block_sum(total, shared_base()), width)
+        mean = _mean(_block_sum(total, shared_base()), width)
     squares = int_to_f32(0)
     for first in range(thread, width, _STRIDE):
         squares = _add_squares(squares, _load_some(row, first, width), mean, first, width)
-    scale = _scale(block_sum(squares, shared_base() + 32), width, eps)
+    scale = _scale(_block_sum(squares, shared_base() + 32), width, eps)
     out = y + wide(block_x()) * (width * 4)
     for first in range(thread, width, _STRIDE):
         values = _load_some(row, first, width)
@@ -406,8 +418,8 @@ def _change_kernel(before: Any, after: Any, out: Any, width: Any) -> None:
     for first in range(thread, width, _STRIDE):
         old = _load_some(before + place, first, width)
         sums = _add_change(sums, old, _load_some(after + place, first, width))
-    moved = block_sum(_whole(sums[0], sums[1]), shared_base())
-    size = block_sum(_whole(sums[2], sums[3]), shared_base() + 32)
+    moved = _block_sum(_whole(sums[0], sums[1]), shared_base())
+    size = _block_sum(_whole(sums[2], sums[3]), shared_base() + 32)
     store_as_f64(out + block_x() * 8, _ratio(moved, size), int(thread == 0))
 
 
@@ -426,7 +438,7 @@ def _change() -> Variant:
 @traced("f")
 def _top_of(top: Any, values: Any, first: Any, width: Any) -> Any:
     for i, value in enumerate(values):
-        top = select(fmax(top, value), top, less(first + i * THREADS, width))
+        top = select(fmax(top, value), top, less(first + i * _LONG_THREADS, width))
     return top
 
 
@@ -437,7 +449,7 @@ def _add_masses(
     """Sums of p, q and p (before - after), each with its rest."""
     total_p, rest_p, total_q, rest_q, moved, rest_moved = sums
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        is_there = less(first + i * THREADS, width)
+        is_there = less(first + i * _LONG_THREADS, width)
         p = select(exp(old - top_p), 0.0, is_there)
         total_p, rest_p = add_exactly(total_p, rest_p, p)
         total_q, rest_q = add_exactly(total_q, rest_q, select(exp(new - top_q), 0.0, is_there))
@@ -452,7 +464,7 @@ def _add_spread(
     total, rest = sums
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         value = exp(old - top_p) * exp_beyond_linear(old - new - mean)
-        value = select(value, 0.0, less(first + i * THREADS, width))
+        value = select(value, 0.0, less(first + i * _LONG_THREADS, width))
         total, rest = add_exactly(total, rest, value)
     return total, rest
 
@@ -488,22 +500,22 @@ def _divergence_kernel(before: Any, after: Any, out: Any, width: Any) -> None:
     before += place
     after += place
     top_p, top_q = f32_of(0xFF7FFFFF), f32_of(0xFF7FFFFF)
-    for first in range(thread, width, _STRIDE):
-        top_p = _top_of(top_p, _load_some(before, first, width), first, width)
-        top_q = _top_of(top_q, _load_some(after, first, width), first, width)
-    top_p, top_q = block_max(top_p, shared), block_max(top_q, shared + 32)
+    for first in range(thread, width, _LONG_STRIDE):
+        top_p = _top_of(top_p, _load_long(before, first, width), first, width)
+        top_q = _top_of(top_q, _load_long(after, first, width), first, width)
+    top_p, top_q = _long_max(top_p, shared), _long_max(top_q, shared + 64)
     sums = _no_masses()
-    for first in range(thread, width, _STRIDE):
-        old, new = _load_some(before, first, width), _load_some(after, first, width)
+    for first in range(thread, width, _LONG_STRIDE):
+        old, new = _load_long(before, first, width), _load_long(after, first, width)
         sums = _add_masses(sums, old, new, top_p, top_q, first, width)
-    total_p = block_sum(_whole(sums[0], sums[1]), shared + 64)
-    total_q = block_sum(_whole(sums[2], sums[3]), shared + 96)
-    mean = _quotient(block_sum(_whole(sums[4], sums[5]), shared + 128), total_p)
+    total_p = _long_sum(_whole(sums[0], sums[1]), shared + 128)
+    total_q = _long_sum(_whole(sums[2], sums[3]), shared + 192)
+    mean = _quotient(_long_sum(_whole(sums[4], sums[5]), shared + 256), total_p)
     spread = _no_spread()
-    for first in range(thread, width, _STRIDE):
-        old, new = _load_some(before, first, width), _load_some(after, first, width)
+    for first in range(thread, width, _LONG_STRIDE):
+        old, new = _load_long(before, first, width), _load_long(after, first, width)
         spread = _add_spread(spread, old, new, top_p, mean, first, width)
-    found = _quotient(block_sum(_whole(spread[0], spread[1]), shared + 160), total_p)
+    found = _quotient(_long_sum(_whole(spread[0], spread[1]), shared + 320), total_p)
     kl = _kl(found, mean, total_p, total_q, top_p, top_q)
     store_as_f64(out + block_x() * 8, kl, int(thread == 0))
 
@@ -517,7 +529,7 @@ def divergence(before: Tensor, after: Tensor) -> Tensor:
 
 @cache
 def _divergence() -> Variant:
-    return Variant("divergence", _divergence_kernel, "lllr", THREADS, shared_bytes=192)
+    return Variant("divergence", _divergence_kernel, "lllr", _LONG_THREADS, shared_bytes=384)
 
 
 def variants() -> dict[str, Variant]:

@@ -1,6 +1,6 @@
 """Device code that the general kernels for rows share: sums over a block in a fixed order, and functions good to about 1e-7.
 
-A block has 8 warps. Sums go over lanes by a butterfly, then over warps in ascending order: the order depends on the row's width alone.
+Sums go over lanes by a butterfly, then over warps in ascending order: the order depends on the row's width alone.
 """
 
 from __future__ import annotations
@@ -139,38 +139,38 @@ def _max_of_warp(value: Any) -> Any:
     return value
 
 
-@traced("f")
-def _sum_of_shared(shared: Any) -> Any:
-    total = load_shared_f32(shared)
-    for i in range(1, WARPS):
-        total = total + load_shared_f32(shared + 4 * i)
-    return total
+def make_block_sums(num_warps: int) -> tuple[Any, Any]:
+    """(sum, maximum) over a block's threads, for all of them: of a value and 4 bytes of shared memory a warp, used by no other."""
 
+    @traced("f")
+    def sum_of_shared(shared: Any) -> Any:
+        total = load_shared_f32(shared)
+        for i in range(1, num_warps):
+            total = total + load_shared_f32(shared + 4 * i)
+        return total
 
-@traced("f")
-def _max_of_shared(shared: Any) -> Any:
-    total = load_shared_f32(shared)
-    for i in range(1, WARPS):
-        total = fmax(total, load_shared_f32(shared + 4 * i))
-    return total
+    @traced("f")
+    def max_of_shared(shared: Any) -> Any:
+        top = load_shared_f32(shared)
+        for i in range(1, num_warps):
+            top = fmax(top, load_shared_f32(shared + 4 * i))
+        return top
 
+    @device_function
+    def block_sum(value: Any, shared: Any) -> Any:
+        total = sum_of_warp(value)
+        store_shared_f32_if(shared + (thread_id() >> 5) * 4, total, int((thread_id() & 31) == 0))
+        sync_block()
+        return sum_of_shared(shared)
 
-@device_function
-def block_sum(value: Any, shared: Any) -> Any:
-    """The sum over the block's threads, for all of them. `shared`: 32 bytes that no other sum of the kernel uses."""
-    total = sum_of_warp(value)
-    store_shared_f32_if(shared + (thread_id() >> 5) * 4, total, int((thread_id() & 31) == 0))
-    sync_block()
-    return _sum_of_shared(shared)
+    @device_function
+    def block_max(value: Any, shared: Any) -> Any:
+        top = _max_of_warp(value)
+        store_shared_f32_if(shared + (thread_id() >> 5) * 4, top, int((thread_id() & 31) == 0))
+        sync_block()
+        return max_of_shared(shared)
 
-
-@device_function
-def block_max(value: Any, shared: Any) -> Any:
-    """The maximum over the block's threads, likewise."""
-    top = _max_of_warp(value)
-    store_shared_f32_if(shared + (thread_id() >> 5) * 4, top, int((thread_id() & 31) == 0))
-    sync_block()
-    return _max_of_shared(shared)
+    return block_sum, block_max
 
 
 @traced()
