@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,12 @@ def thread_id() -> int:
 def thread_id_again() -> int:
     """The same, read anew: what is computed from it is not kept in registers from one loop turn to the next."""
     return emulator.current().thread_id
+
+
+@op("l", "", "mov.u64 $0, %clock64;", memory=True)
+def clock() -> int:
+    """The multiprocessor's cycles so far."""
+    return time.perf_counter_ns()
 
 
 @op("r", "", "mov.u32 $0, %ctaid.x;")
