@@ -5,7 +5,7 @@ streams in a row are added in order, then the four sums. Within a block of keys 
 share the streams of a row (1, 4 or 16) and how many query heads one of them takes changes no order: a row's result has the same bits
 alone, among others, at any place and in any chunk.
 
-Blocks that no key of the window lies in are skipped. Blocks that a row reads through a map come from where `cuda_store.gather` put them,
+Blocks that no key of the window lies in are skipped. Blocks that a row reads through a map come from where `cuda_read.gather` put them,
 in the layout of the cache itself, so that they are reduced like all others.
 """
 
@@ -19,24 +19,28 @@ from kernels.cuda_attend_parts import (
     STREAMS,
     WEIGHTS_BYTES,
     Shape,
-    average,
     greatest,
     least,
     make_correct,
-    make_dim,
-    make_finish,
-    make_fold,
     make_hidden,
     make_load_rows,
-    make_merge,
     make_positions,
-    make_read,
-    make_reset,
     make_softmax,
     make_start,
     make_state_of,
     make_together,
     make_zeros,
+)
+from kernels.cuda_attend_sums import (
+    average,
+    make_dim,
+    make_finish,
+    make_fold,
+    make_merge,
+    make_put,
+    make_read,
+    make_reset,
+    make_write,
 )
 from kernels.device_code import traced
 from kernels.intrinsics import (
@@ -53,8 +57,6 @@ from kernels.intrinsics import (
     shared_base,
     smaller,
     store_f32,
-    store_f32_if,
-    store_f32x2_if,
     sync_block,
     sync_warp,
     thread_id,
@@ -82,44 +84,6 @@ def _make_nothing(count: int) -> Any:
     return nothing
 
 
-def _make_put(shape: Shape) -> Any:
-    """Leaves a thread's results as part `at` of its queries."""
-    count = shape.keep + 2
-
-    @traced()
-    def put(
-        results: Any, parts: Any, totals: Any, at: Any, num_parts: Any, d: Any, num_heads: Any, num_here: Any, num_rows: Any
-    ) -> None:  # fmt: skip
-        for g in range(shape.queries):
-            r, h = divmod(g, shape.heads)
-            is_there = less(h, num_here) & less(r, num_rows)
-            where = wide(at + (num_heads * r + h) * num_parts)
-            *values, top, total = results[g * count : (g + 1) * count]
-            for i, x in enumerate(values):
-                store_f32_if(parts + (where * shape.dim + (d + i)) * 4, x, is_there)
-            store_f32x2_if(totals + where * 8, top, total, is_there & less(d, 1))
-
-    return put
-
-
-def _make_write(shape: Shape) -> Any:
-    count = shape.keep + 2
-
-    @traced()
-    def write(
-        results: Any, out: Any, at: Any, num_heads: Any, num_here: Any, num_rows: Any
-    ) -> None:
-        for g in range(shape.queries):
-            r, h = divmod(g, shape.heads)
-            is_there = less(h, num_here) & less(r, num_rows)
-            *values, _, total = results[g * count : (g + 1) * count]
-            for i, x in enumerate(values):
-                place = out + wide(at + (num_heads * r + h) * shape.dim + i) * 4
-                store_f32_if(place, average(x, total), is_there)
-
-    return write
-
-
 def _make_kernel(shape: Shape) -> Any:
     has_keys, has_copies, is_int4 = shape.has_keys, shape.has_scales, shape.is_int4
     n, dim, num_warps = shape.queries, shape.dim, shape.num_warps
@@ -138,7 +102,7 @@ def _make_kernel(shape: Shape) -> Any:
     )
     state_of, first_dim, load_slopes = make_state_of(shape), make_dim(shape), _make_slopes(shape)
     no_sums, no_slopes = _make_nothing(shape.queries), _make_nothing(shape.heads)
-    put, write = _make_put(shape), _make_write(shape)
+    put, write = make_put(shape), make_write(shape)
     num_rows, row_heads = shape.rows, shape.heads
     together, load_rows = make_together(shape), make_load_rows(shape)
     positions_of, hidden_of = make_positions(shape), make_hidden(shape)
@@ -407,7 +371,7 @@ def attend(shape: Shape) -> Variant:
 
     Kernel arguments, addresses of int32 tensors where no other type is said: q float32 (rows, q_width), the queries first in a row; the fields
     of a `CutCache` (for keys and values in float32 of a `PagedCache`); the same of the blocks that rows read through maps, as
-    `cuda_store.gather` lays them out; the fields of a `Paging`; slopes float32 (query heads) or 0; out float32 (rows, query heads, dim);
+    `cuda_read.gather` lays them out; the fields of a `Paging`; slopes float32 (query heads) or 0; out float32 (rows, query heads, dim);
     parts float32 (rows, query heads, splits, dim) and part_totals float32 (rows, query heads, splits, 2), written instead of `out`
     if splits > 1. Then counts: floats of a row of q; the layer; layers and heads of the cache; query heads per cache head, and how many
     blocks of threads share them; tables per slot and blocks per table, the same of exact_tables; places per map; mapped

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.cuda_attend_parts import (
-    NIBBLE_SCALES,
     WEIGHTS_BYTES,
     Shape,
     gathered,
     halves,
     shared_floats,
 )
+from kernels.cuda_attend_sums import NIBBLE_SCALES
 from kernels.device_code import traced
 from kernels.intrinsics import (
     byte_permute,

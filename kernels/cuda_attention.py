@@ -12,7 +12,7 @@ from functools import cache as remembered
 import torch
 from torch import Tensor
 
-from kernels import cuda_attend, cuda_store
+from kernels import cuda_attend, cuda_read, cuda_store
 from kernels.compiler import Variant
 from kernels.cuda_attend import MERGE_THREADS
 from kernels.cuda_attend_parts import SPLITS, STREAMS, Shape
@@ -24,8 +24,8 @@ _Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _WANTED_BLOCKS = 512  # of threads, before the streams of a row stay together
 _store = remembered(cuda_store.store)
-_gather = remembered(cuda_store.gather)
-_read = remembered(cuda_store.read)
+_gather = remembered(cuda_read.gather)
+_read = remembered(cuda_read.read)
 _attend = remembered(cuda_attend.attend)
 _merge = remembered(cuda_attend.merge)
 
@@ -68,7 +68,7 @@ def read_inputs(cache: CutCache, layer: int, blocks: Tensor, copies: Tensor) -> 
     dim = cache.sink_values.shape[-1]
     out = torch.empty(len(blocks), BLOCK_SIZE, dim, device=cache.values.device)
     launch(
-        _read(tensors.kind), (len(blocks), BLOCK_SIZE // cuda_store.READ_ROWS),
+        _read(tensors.kind), (len(blocks), BLOCK_SIZE // cuda_read.READ_ROWS),
         cache.values, cache.scales, cache.exact_values, cache.sink_values, cache.sink_of, blocks, copies, out, layer, tensors.layers,
         dim, cache.group,
     )  # fmt: skip
