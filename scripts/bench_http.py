@@ -8,7 +8,7 @@ stream sends its next request when the last has ended. Prompts are random and al
 What bounds it: the engine's share of a core. On 2 cores the worker has one; load generator, web and scheduler share the other,
 so HTTP falls behind the engine when their work per token passes the engine's; the column of CPU shares shows who is busy.
 Prints a table and, last, one line of JSON.
-With `--url` only that server is measured.
+With `--url` only that server is measured. The device is the CPU unless TINYLOOP_DEVICE says otherwise.
 """
 
 from __future__ import annotations
@@ -265,7 +265,8 @@ def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]
     from tests.harness import Stack
 
     rows = []
-    with Stack(model, num_web=2, env={"TINYLOOP_THREADS": "1"}) as stack:
+    env = {"TINYLOOP_THREADS": "1", "TINYLOOP_DEVICE": os.environ.get("TINYLOOP_DEVICE", "cpu")}
+    with Stack(model, num_web=2, env=env) as stack:
         for num_streams in streams:
             alone = engine_in_a_process(stack.env, load, num_streams)
             shares = CpuShares(stack)

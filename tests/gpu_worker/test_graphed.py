@@ -1,0 +1,120 @@
+"""Decode rows in buckets and plain steps one ahead of the host give the tokens of the engine that runs step by step.
+
+On the CPU the stretches that a GPU captures in graphs are called one by one: same buffers, same spare rows, same order of events.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.messages import Run
+from tests.gpu_worker.engine_helpers import DEVICE, collect, make_engine, make_run, random_prompt
+
+ASKS: list[dict[str, Any]] = [
+    {"loops": 4, "max_tokens": 30},
+    {"loops": 2, "max_tokens": 41, "temperature": 0.9},
+    {"loops": 3, "max_tokens": 17, "temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"loops": 4, "max_tokens": 25, "frequency_penalty": 0.9},
+    {"loops": 4, "max_tokens": 20, "logprobs": 2},
+    {"loops": 1, "max_tokens": 1},
+    {"loops": 4, "max_tokens": 70, "cache_window": 40},
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("artifacts")
+
+
+def runs_of(asks: list[dict[str, Any]], lengths: tuple[int, ...] = (5, 70, 64, 33)) -> list[Run]:
+    rng = random.Random(4)
+    return [
+        make_run(i, random_prompt(rng, 512, lengths[i % len(lengths)]), seed=i, **ask)
+        for i, ask in enumerate(asks)
+    ]
+
+
+def both(shared: Path, variant: str, runs: list[Run], arrivals: Any = (), **options: Any) -> Any:
+    found = []
+    for is_graphed in (False, True):
+        engine = make_engine(shared, variant, is_graphed=is_graphed, device=DEVICE, **options)
+        got = collect(engine, runs, arrivals=arrivals)
+        assert engine.cache.pool.num_used == 0 and not engine.has_work()
+        found.append({i: (g.tokens, g.finish_reason, g.logprobs) for i, g in got.items()})
+    return found
+
+
+@pytest.mark.parametrize("variant", ["pure", "huginn", "ouro", "alibi"])
+def test_a_mixed_batch_has_the_same_tokens(shared: Path, variant: str) -> None:
+    runs = runs_of(ASKS)
+    plain, ahead = both(shared, variant, runs[:4], [(3 * i, run) for i, run in enumerate(runs[4:])])
+    assert plain == ahead
+
+
+def test_plain_depths_leave_one_after_the_other(shared: Path) -> None:
+    asks = [{"loops": loops, "max_tokens": 20, "temperature": 0.7} for loops in (4, 1, 3, 3, 2, 4)]
+    plain, ahead = both(shared, "pre", runs_of(asks))
+    assert plain == ahead
+
+
+@pytest.mark.parametrize("exit_kv", ["copy", "complete"])
+def test_rows_that_exit_early(shared: Path, exit_kv: str) -> None:
+    how = {"exit_kind": "latent", "exit_threshold": 0.4, "exit_kv": exit_kv}
+    asks = [
+        {"loops": 4, "max_tokens": 24} | how,
+        {"loops": 4, "max_tokens": 24},
+        {"loops": 3, "max_tokens": 24} | how,
+    ]
+    plain, ahead = both(shared, "pre", runs_of(asks))
+    assert plain == ahead
+
+
+@pytest.mark.parametrize("speculation", ["chain", "tree", "pipelined"])
+def test_guesses_start_when_they_pay(shared: Path, speculation: str) -> None:
+    asks = [
+        {"loops": 4, "max_tokens": 40, "speculation": speculation, "draft_loops": 2, "branches": 2},
+        {"loops": 4, "max_tokens": 12},
+        {"loops": 4, "max_tokens": 8},
+    ]
+    plain, ahead = both(shared, "pre", runs_of(asks), max_speculating=1)
+    assert plain == ahead
+
+
+def test_a_stop_token_and_a_tight_pool(shared: Path) -> None:
+    runs = runs_of([{"loops": 2, "max_tokens": 60, "temperature": 1.0} for _ in range(5)])
+    free, _ = both(shared, "pre", runs)
+    stops = tuple({tokens[7] for tokens, _, _ in free.values()})
+    asks = [
+        {"loops": 2, "max_tokens": 60, "temperature": 1.0, "stop_token_ids": stops}
+        for _ in range(5)
+    ]
+    plain, ahead = both(shared, "pre", runs_of(asks), num_blocks=26)
+    assert plain == ahead
+    assert {reason for _, reason, _ in ahead.values()} == {"stop"}
+
+
+def test_aborting_between_steps_loses_nobody_else(shared: Path) -> None:
+    runs = runs_of([{"loops": 2, "max_tokens": 30}] * 4)
+    alone = {
+        run.sequence_id: collect(make_engine(shared, "pre"), [run])[run.sequence_id].tokens
+        for run in runs
+    }
+    engine = make_engine(shared, "pre", is_graphed=True)
+    tokens: dict[int, list[int]] = {run.sequence_id: [] for run in runs}
+    for run in runs:
+        engine.add(run)
+    for step in range(200):
+        if step == 9:
+            engine.abort(runs[1].sequence_id, runs[1].attempt)
+        for output in engine.step().outputs:
+            tokens[output.sequence_id] += output.tokens
+        if not engine.has_work():
+            break
+    cut = tokens.pop(1)
+    assert cut == alone[1][: len(cut)] and len(cut) < 30
+    assert tokens == {i: t for i, t in alone.items() if i != 1}
+    assert engine.cache.pool.num_used == 0
