@@ -890,6 +890,17 @@ def shuffle_from(value: int, lane: int) -> int:
     return int(emulator.current().warp.exchange(value)[lane & 31])
 
 
+@op(
+    "r",
+    "r",
+    "{.reg .pred p, q; setp.ne.s32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 $0, 1, 0, q;}",
+    volatile=True,
+)
+def any_lane(value: int) -> int:
+    """Whether it is not zero in any lane of the warp."""
+    return int(any(emulator.current().warp.exchange(value)))
+
+
 @op("r", "r", "redux.sync.max.u32 $0, $1, 0xffffffff;", volatile=True)
 def warp_max(value: int) -> int:
     return max(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value))
