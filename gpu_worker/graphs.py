@@ -94,14 +94,16 @@ def launches_to_try(
     def of(name: str, **changes: Any) -> dict[str, Launch | WideLaunch | AttentionLaunch]:
         return {name: _deepest(replace(best[name], stages=1, **changes), _BLOCK_BYTES)}
 
-    found = (
-        {
+    found: dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]]
+    if tiles == 1:
+        found = {f"{name} wide": of(name) for name in names}
+        found |= {"all wide": all_with(), "all wide, no L2 prefetch": all_with(is_prefetched=False)}
+        found["head wide"] = {"head": wide_head(shapes["head"], 1)}
+    else:
+        found = {
             "no L2 prefetch": all_with(is_prefetched=False),
             "x shared by 2": all_with(shares=2),
         }
-        if tiles > 1
-        else {name: of(name) for name in names} | {"head": {"head": wide_head(shapes["head"], 1)}}
-    )
     if tiles == 8:
         found |= {
             "gate_up, 8 warps": of("gate_up", warps=4),
