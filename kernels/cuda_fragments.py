@@ -100,7 +100,7 @@ def attention(
     if n == 0:
         return out
     shape = AttentionShape.of(num_heads, num_kv, dim, cache.kind, slopes is not None)
-    variant = _variant(shape, n)
+    variant = attention_variant(shape, n)
     tables = paging.block_tables
     has_maps = paging.maps.shape[0] > 0
     gathered = _gather(cache, num_kv, layer, paging) if has_maps else None
@@ -115,7 +115,8 @@ def attention(
     return out
 
 
-def _variant(shape: AttentionShape, rows: int) -> Variant:
+def attention_variant(shape: AttentionShape, rows: int) -> Variant:
+    """The attention kernel for so many rows."""
     return _kernel(*choose_launch(shape, rows, is_float_out=True, is_paged=True))
 
 
@@ -248,5 +249,8 @@ def variants() -> dict[str, Variant]:
         )
         for rows in row_counts
     ]
-    kernels = {f"{_variant(*shape).name}_{i}": _variant(*shape) for i, shape in enumerate(shapes)}
+    kernels = {
+        f"{attention_variant(*shape).name}_{i}": attention_variant(*shape)
+        for i, shape in enumerate(shapes)
+    }
     return kernels | fragment_rows.variants() | fragment_commit.variants()
