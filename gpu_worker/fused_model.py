@@ -23,7 +23,8 @@ from gpu_worker.model_config import ModelConfig
 from gpu_worker.rows import Rows
 from gpu_worker.weights import Weights, alibi_slopes, pack_weights, rotary_table
 from kernels.layout import FragmentCache, HostPaging, Paging
-from kernels.prompt import PromptLayer, PromptPass, PromptSpec, make_tiles
+from kernels.prompt import PromptLayer, PromptPass, PromptSpec
+from kernels.prompt_tiles import make_tiles
 
 
 def is_fusible(config: ModelConfig, kv_format: str) -> bool:
@@ -144,11 +145,13 @@ class FusedModel(GraphedModel):
     def core_pass(self, state: Tensor, embedded: Tensor, paging: Paging, cache: KVCache) -> Tensor:
         """One pass of prompt rows."""
         host, count = HostPaging.of(paging), len(state)
-        tiles = self.on_device(make_tiles(host.slots, host.tables, host.positions, host.windows))
+        tiles = make_tiles(
+            host.slots, host.tables, host.positions, host.windows, kind=self._prompts.cache.kind, device=self.device
+        )  # fmt: skip
         x = self._prompts.new_state(count)
         x[:count] = state
         for index in range(len(self._layers)):
-            self._prompts.layer(x, count, index, tiles, has_windows=bool(host.windows.any()))
+            self._prompts.layer(x, count, index, tiles)
         return x[:count]
 
     def logits(self, y: Tensor) -> Tensor:
