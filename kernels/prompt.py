@@ -12,23 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import prompt_rows
 from kernels.compiler import Variant
-from kernels.layout import BLOCK_SIZE, FragmentCache
-from kernels.prompt_attention import (
-    TILE_FIELDS,
-    UNIT_TILES,
-    PromptAttentionShape,
-    prompt_attention,
-)
+from kernels.layout import FragmentCache
+from kernels.prompt_attention import PromptAttentionShape, prompt_attention
+from kernels.prompt_gather import GatherShape, cache_arguments, gather
 from kernels.prompt_rows import SplitShape
+from kernels.prompt_tiles import PromptTiles
 from kernels.runtime import launch
 
-CANDIDATES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CANDIDATES = (
+    64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168,
+    8192,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,37 +147,6 @@ def pieces(rows: int, buckets: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-# --- tiles -----------------------------------------------------------------------------------------
-
-
-def make_tiles(
-    slots: np.ndarray, tables: np.ndarray, positions: np.ndarray, windows: np.ndarray
-) -> np.ndarray:
-    """int32 (2 x num_units, TILE_FIELDS) of rows of which those of a sequence follow each other in ascending position.
-
-    Tiles end where the slot, the table or the block of 64 positions changes; two that follow each other in a sequence are a
-    unit, which lacks its second (no rows) at the end. Units with most keys come first.
-
-    Args: int arrays (num_rows,); `windows` is 0 for rows that see all keys, and the same for all rows of a sequence.
-    """
-    keys = np.stack([slots, tables, positions // BLOCK_SIZE], 1)
-    changes = keys[1:] != keys[:-1]
-    firsts = np.flatnonzero(np.append(True, changes.any(1)))
-    is_new = np.append(True, changes[:, :2].any(1))[firsts]
-    # how many tiles of its sequence come before each
-    starts = np.flatnonzero(is_new)
-    ordinals = np.arange(len(firsts)) - np.repeat(starts, np.diff(np.append(starts, len(firsts))))
-    units = np.cumsum(ordinals % UNIT_TILES == 0) - 1
-    tiles = np.zeros((units[-1] + 1, UNIT_TILES, TILE_FIELDS), dtype=np.int32)
-    counts = np.diff(np.append(firsts, len(slots)))
-    columns = (slots[firsts], tables[firsts], positions[firsts], firsts, counts, windows[firsts])
-    for i, column in enumerate(columns):
-        tiles[units, ordinals % UNIT_TILES, i] = column
-    first, window = tiles[:, 0, 2], tiles[:, 0, 5]
-    seen = np.where(window > 0, np.minimum(first, window + 128), first)
-    return tiles[np.argsort(-seen, kind="stable")].reshape(-1, TILE_FIELDS)
-
-
 # --- the pass --------------------------------------------------------------------------------------
 
 
@@ -210,8 +178,16 @@ class PromptPass:
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
         self._split = prompt_rows.split_qkv(spec.split)
-        self._attention = prompt_attention(spec.attention)
-        self._windowed = prompt_attention(replace(spec.attention, has_windows=True))
+        shape = replace(spec.attention, kind=cache.kind)
+        self._attention = prompt_attention(shape)
+        self._windowed = prompt_attention(replace(shape, has_windows=True))
+        self._commit = prompt_rows.commit_tiles(spec.head_dim, spec.num_kv_heads)
+        self._gather = gather(GatherShape(spec.num_kv_heads, spec.head_dim, cache.kind))
+        self._gathered = torch.empty(0, dtype=torch.uint8, device=block_tables.device)
+        self._multiprocessors = 2
+        if block_tables.is_cuda:
+            properties = torch.cuda.get_device_properties(block_tables.device)
+            self._multiprocessors = properties.multi_processor_count
         self._scratch: dict[str, Tensor] = {}
 
     def _products(self) -> list[tuple[Product, Tensor]]:
@@ -247,22 +223,19 @@ class PromptPass:
         x: Tensor,
         rows: int,
         index: int,
-        tiles: Tensor,
-        *,
+        tiles: PromptTiles,
         cache_layer: int | None = None,
-        has_windows: bool = False,
     ) -> None:
         """Put the state of `rows` prompt rows through one layer, in place, and their K and V into the cache.
 
         Args:
             x: float32 (padded_rows(rows), d_model), contiguous; rows past `rows` are computed and mean nothing.
             index: which of the layers' weights.
-            tiles: int32 of `make_tiles`, on the device.
+            tiles: of the rows, with the table of this call.
             cache_layer: the cache's layer index, if it is another.
-            has_windows: whether any of the rows has a window; one that has none gets the same bits either way.
         """
         spec, weights, cache = self.spec, self.layers[index], self.cache
-        padded, num_tiles = len(x), len(tiles)
+        padded, num_tiles = len(x), len(tiles.tiles)
         assert padded == self.padded_rows(rows) and x.is_contiguous(), "make x by new_state"
         layer = index if cache_layer is None else cache_layer
         h = self._buffer("h", padded, spec.d_model)
@@ -272,17 +245,30 @@ class PromptPass:
         gate_up = self._buffer("gate_up", padded, 2 * spec.d_ff)
         hidden = self._buffer("hidden", padded, spec.d_ff)
         _, num_tables, max_blocks = self.block_tables.shape
-        layer_bytes, block_bytes = layer * cache.exact.stride(1), cache.exact.stride(0)
+        where = cache_arguments(cache, layer)
+        is_int4 = cache.kind == "int4"
+        exact_tables = cache.exact_tables if is_int4 else self.block_tables
         self._normalise(x, weights.norm1, h, rows)
         self._multiply(multiply, h, weights.qkv, qkv)
         launch(
-            self._split, (num_tiles * spec.split.parts, 1), qkv, q, cache.exact, layer_bytes, block_bytes,
-            self.block_tables, tiles, self.angles, num_tables, max_blocks,
+            self._split, (num_tiles * spec.split.parts, 1), qkv, q, *where[3:6], exact_tables, tiles.tiles, self.angles, num_tables, max_blocks,
+        )  # fmt: skip
+        if is_int4:
+            launch(
+                self._commit, (num_tiles * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables,
+                tiles.tiles, num_tables, max_blocks,
+            )  # fmt: skip
+        num_items, num_work = len(tiles.items), tiles.num_units * spec.num_heads
+        item_bytes = spec.num_kv_heads * 256 * spec.head_dim
+        if self._gathered.numel() < num_items * item_bytes:
+            self._gathered = self._gathered.new_empty(num_items * item_bytes)
+        launch(
+            self._gather, (num_items * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables, tiles.items,
+            self._gathered, num_tables, max_blocks,
         )  # fmt: skip
         launch(
-            self._windowed if has_windows else self._attention,
-            (num_tiles // UNIT_TILES * spec.num_heads, 1), q, cache.stored, layer_bytes, block_bytes,
-            self.block_tables, tiles, self.slopes, mixed, num_tables, max_blocks,
+            self._windowed if tiles.has_windows else self._attention, (min(num_work, self._multiprocessors), 1),
+            q, self._gathered, tiles.tiles, self.slopes, mixed, num_work,
         )  # fmt: skip
         self._multiply(add_product, mixed, weights.o, x)
         self._normalise(x, weights.norm3, h, rows)
@@ -300,6 +286,9 @@ def variants() -> dict[str, Variant]:
     """What `scripts/check_ptx.py` compiles."""
     found: dict[str, Any] = {f"prompt_norm_{d}": prompt_rows.norm(d) for d in (768, 1536, 4096)}
     found["prompt_gate"] = prompt_rows.gate(4096)
+    found["prompt_gather"] = gather(GatherShape(12, 128))
+    found["prompt_gather_int4"] = gather(GatherShape(12, 128, "int4"))
+    found["prompt_commit"] = prompt_rows.commit_tiles(128, 12)
     found["prompt_split_half"] = prompt_rows.split_qkv(SplitShape(12, 12, 128, True, True))
     found["prompt_split_pairs"] = prompt_rows.split_qkv(SplitShape(16, 2, 64, True, False))
     found["prompt_split_plain"] = prompt_rows.split_qkv(SplitShape(8, 8, 96, False, True))

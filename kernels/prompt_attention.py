@@ -1,12 +1,12 @@
-"""Attention of prompt rows over the paged cache, by warpgroup products.
+"""Attention of prompt rows over gathered blocks, by warpgroup products.
 
-A tile is up to 64 rows of one sequence whose positions lie in one aligned block of 64. A block of threads has a query head and up
-to two tiles of a sequence, one each for two warpgroups; a third brings K and V of one block of keys after the other from the cache
-to shared memory, on the way from the cache's order into that of `warpgroup`. Key blocks are read in ascending order up to the
-tile's own, with a running softmax (float32 sums, fp16 weights): what a row adds, and in which order, depends on its position,
-its window and the keys alone, never on the chunk, the other rows or the other sequences of the pass. Blocks that a
-window hides from both tiles are skipped; reading them would add zeros. K and V of the rows must be in the cache before, and whatever a block
-holds after them must be finite.
+A tile is up to 64 rows of one sequence whose positions lie in one aligned block of 64; a unit is two that follow each other. A block of
+threads has a query head of one unit after the other, a warpgroup each of its tiles; one more thread brings K and V of one block of keys after
+the other to shared memory, for both. Key blocks are read in ascending order up to the tile's own, with a running softmax (float32 sums,
+fp16 weights): what a row adds, and in which order, depends on its position, its window and the keys alone, never on the chunk, the other rows
+or the other sequences of the pass. Blocks that a window hides from both tiles are skipped; reading them would add zeros. K and V of the rows
+must be among the gathered, and whatever a block holds after them must be finite. Of an int4 cache a tile reads its own block
+exactly, all others as they are stored.
 
 While a warpgroup turns scores into weights, the matrix unit adds its weighted values of the block before, or works for the other one.
 """
@@ -19,12 +19,18 @@ from typing import Any
 from kernels.compiler import Variant
 from kernels.device_code import device_function, traced
 from kernels.intrinsics import (
+    any_lane,
+    bits_of,
     block_x,
+    bulk_copy,
     fence_async,
     grid_dependency_launch,
     grid_dependency_wait,
+    grid_x,
+    int_to_f32,
     load_i32,
     mbarrier_arrive_cluster,
+    mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
@@ -39,9 +45,7 @@ from kernels.intrinsics import (
 from kernels.prompt_attention_parts import (
     make_correct,
     make_finish,
-    make_load,
     make_load_query,
-    make_put,
     make_slope,
     make_softmax,
     make_zeros,
@@ -57,29 +61,32 @@ from kernels.warpgroup import (
 )
 
 TILE_ROWS = 64
-TILE_FIELDS = (
-    8  # int32 of a tile: slot, table, first position, first row, number of rows, window, two unused
-)
-UNIT_TILES = 2  # tiles of one block of threads; they share slot, table and window, and the second has the next block of positions
-# Of a thread of the warpgroups with tiles, and of the one that brings keys: as many as 3 x 128 x 168 hold.
-_USER_REGISTERS, _BRINGER_REGISTERS = 200, 104
+UNIT_TILES = 2  # tiles of a unit: they share slot, table and window, and the second has the next block of positions
+# int32 of a tile: slot, table, first position, first row, number of rows, window; which gathered block is block 0, which is block b > 0
+# less b, and which is the tile's own; the rest unused
+TILE_FIELDS = 12
 _TILE_BYTES = 4 * TILE_FIELDS
 _STAGE_BARS = 32  # bytes of a stage's barriers: K is there, V is there, K is used, V is used
+_USER_REGISTERS, _BRINGER_REGISTERS = 240, 24  # of a thread, together as many as 3 x 128 x 168 hold
 
 
 @dataclass(frozen=True)
 class PromptAttentionShape:
-    """The model's side; head_dim is a multiple of 32. Without `has_windows` the tiles' windows must be 0."""
+    """The model's side and the cache's kind, fp16 or int4; head_dim is a multiple of 32.
+
+    Without `has_windows` the tiles' windows must be 0.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     has_alibi: bool = False
     has_windows: bool = False
+    kind: str = "fp16"
 
     @property
     def half_bytes(self) -> int:
-        """K or V of one block of one layer and kv head."""
+        """K or V of one block of one layer and kv head, as fp16."""
         return 128 * self.head_dim
 
 
@@ -106,17 +113,15 @@ def _make_products(shape: PromptAttentionShape) -> tuple[Any, Any, Any]:
 
 
 def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
-    heads, group, dim = shape.num_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    group = heads // kv_heads
     half_bytes, row_bytes, is_windowed = shape.half_bytes, 2 * dim, shape.has_windows
-    bars_at = 2 * stages * half_bytes
+    bars_at, is_int4 = 2 * stages * half_bytes, shape.kind == "int4"
     scores, both, weighted = _make_products(shape)
     wait_out = make_wait(dim // 2)
-    load_keys, load_values = make_load(shape, False), make_load(shape, True)
-    put_keys, put_values = make_put(shape, False), make_put(shape, True)
     load_query, correct = make_load_query(shape), make_correct(shape)
     softmax, softmax_own = make_softmax(shape, is_windowed), make_softmax(shape, True)
     zeros, finish, load_slope = make_zeros(shape), make_finish(shape), make_slope(shape)
-
     more_registers = make_registers(_USER_REGISTERS, is_more=True)
     fewer_registers = make_registers(_BRINGER_REGISTERS, is_more=False)
 
@@ -124,163 +129,205 @@ def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
     def finished(out: Any) -> Any:
         return wait_out(*out)
 
-    @device_function
-    def place(base: Any, index: Any, part: Any) -> Any:
-        """Where K (part 0) or V (1) of the index-th block lies."""
-        return base + (remainder(index, stages) * 2 + part) * half_bytes
+    @traced("r")
+    def is_corrected(fix0: Any, fix1: Any) -> Any:
+        """Whether a row of the warp has a new maximum: else the factors are all 1."""
+        one = bits_of(int_to_f32(1))
+        return any_lane((bits_of(fix0) ^ one) | (bits_of(fix1) ^ one))
 
     @device_function
-    def arrived(base: Any, index: Any, part: Any) -> Any:
-        bar = base + bars_at + remainder(index, stages) * _STAGE_BARS + part * 8
-        mbarrier_wait(bar, quotient(index, stages) & 1)
-        return place(base, index, part)
+    def work(turn: Any) -> Any:
+        """The (unit, head) of this block's turn: there and back over the blocks, so that all get about as many keys."""
+        at = grid_x() - 1 - block_x() if turn & 1 else block_x()
+        return turn * grid_x() + at
 
     @device_function
-    def tell(base: Any, index: Any, event: Any, lane: Any) -> None:
-        """For this warp: something of the index-th block is there (0, 1) or used (2, 3)."""
-        sync_warp()
-        if lane == 0:
-            mbarrier_arrive_cluster(
-                base + bars_at + remainder(index, stages) * _STAGE_BARS + event * 8
-            )
-
-    @device_function
-    def await_free(base: Any, index: Any, part: Any) -> Any:
-        """Where K or V of the index-th block may be written, as soon as its place is free."""
-        turn = quotient(index, stages)
-        if turn > 0:
-            bar = base + bars_at + remainder(index, stages) * _STAGE_BARS + 16 + part * 8
-            mbarrier_wait(bar, (turn - 1) & 1)
-        return place(base, index, part)
-
-    @device_function
-    def tell_there(base: Any, index: Any, part: Any, lane: Any) -> None:
-        fence_async()
-        tell(base, index, part, lane)
-
-    @device_function
-    def source_of(
-        cache: Any, block_bytes: Any, table: Any, index: Any, skipped: Any, count: Any
-    ) -> Any:
-        """The address of the index-th block that the tiles read (of the first, past the end)."""
-        block = index + skipped if 0 < index < count else 0
-        return cache + wide(load_i32(table + block * 4)) * block_bytes
-
-    def kernel(
-        q: Any, cache: Any, layer_bytes: Any, block_bytes: Any, tables: Any, tiles: Any, slopes: Any, out: Any,
-        num_tables: Any, max_blocks: Any,
-    ) -> None:  # fmt: skip
-        lane, warp, base = thread_id() & 31, thread_id() >> 5, shared_base()
-        tile = tiles + quotient(block_x(), heads) * (UNIT_TILES * _TILE_BYTES)
-        head = remainder(block_x(), heads)
-        grid_dependency_launch()
-        grid_dependency_wait()
-        slot, which, first, window = (
-            load_i32(tile),
-            load_i32(tile + 4),
-            load_i32(tile + 8),
-            load_i32(tile + 20),
-        )
-        is_pair = load_i32(tile + _TILE_BYTES + 16) > 0
-        if thread_id() == 0:
-            users = 8 if is_pair else 4
-            for i in range(stages):
-                for event in range(4):
-                    mbarrier_init(
-                        base + bars_at + i * _STAGE_BARS + event * 8, 4 if event < 2 else users
-                    )
-            mbarrier_init_fence()
-        sync_block()
-        own = first >> 6
+    def extent(unit: Any) -> Any:
+        """(key blocks before the last tile's own, blocks that are read in all, blocks left out after the first, whether two tiles)."""
+        first, window = load_i32(unit + 8), load_i32(unit + 20)
+        is_pair = 1 if load_i32(unit + _TILE_BYTES + 16) > 0 else 0
         # Without the blocks between the first, which has the sinks, and the first that a row's window reaches.
         skipped = 0
         if is_windowed and window > 0 and first - window >= 127:
             skipped = ((first - window + 1) >> 6) - 1
-        count = own + 1 - skipped
-        if is_pair:
-            count += 1
+        # Of an int4 cache a tile's own block is another one than that which the next tile reads.
+        before = (first >> 6) - skipped + is_pair
+        count = before + 1 + (is_pair if is_int4 else 0)
+        return before, count, skipped, is_pair
+
+    @device_function
+    def bring(source: Any, base: Any, index: Any, part: Any) -> None:
+        """Start the copy of K (part 0) or V (1), the index-th of this block of threads, when its place is free."""
+        slot, turn = remainder(index, stages), quotient(index, stages)
+        bars = base + bars_at + slot * _STAGE_BARS + part * 8
+        if turn > 0:
+            mbarrier_wait(bars + 16, (turn - 1) & 1)
+        mbarrier_expect(bars, half_bytes)
+        bulk_copy(
+            base + (slot * 2 + part) * half_bytes, source + part * half_bytes, half_bytes, bars
+        )
+
+    @device_function
+    def arrived(base: Any, index: Any, part: Any) -> Any:
+        slot = remainder(index, stages)
+        mbarrier_wait(base + bars_at + slot * _STAGE_BARS + part * 8, quotient(index, stages) & 1)
+        return base + (slot * 2 + part) * half_bytes
+
+    @device_function
+    def used(base: Any, index: Any, part: Any, lane: Any) -> None:
+        """For this warp: K or V of the index-th block is read."""
+        sync_warp()
+        if lane == 0:
+            bars = base + bars_at + remainder(index, stages) * _STAGE_BARS + 16
+            mbarrier_arrive_cluster(bars + part * 8)
+
+    @device_function
+    def pass_by(base: Any, first: Any, end: Any, lane: Any) -> None:
+        """Blocks that only the other tile reads."""
+        for index in range(first, end):
+            arrived(base, index, 0)
+            used(base, index, 0, lane)
+            arrived(base, index, 1)
+            used(base, index, 1, lane)
+
+    def kernel(q: Any, scratch: Any, tiles: Any, slopes: Any, out: Any, num_work: Any) -> None:
+        lane, warp, base = thread_id() & 31, thread_id() >> 5, shared_base()
+        if thread_id() == 0:
+            for i in range(stages):
+                bars = base + bars_at + i * _STAGE_BARS
+                mbarrier_init(bars, 1)
+                mbarrier_init(bars + 8, 1)
+                mbarrier_init(bars + 16, 8)
+                mbarrier_init(bars + 24, 8)
+            mbarrier_init_fence()
+        sync_block()
+        grid_dependency_launch()
+        grid_dependency_wait()
         warpgroup = warp >> 2
+        turn, at, done = 0, work(0), 0
         if warpgroup == 2:
             fewer_registers()
-            warp &= 3
-            table = tables + wide((slot * num_tables + which) * max_blocks) * 4
-            source = cache + layer_bytes + quotient(head, group) * (2 * half_bytes)
-            # Two halves of blocks are on their way from memory.
-            at = source_of(source, block_bytes, table, 0, skipped, count)
-            keys = load_keys(at, warp, lane, 1)
-            for index in range(count):
-                values = load_values(at + half_bytes, warp, lane, 1)
-                at = source_of(source, block_bytes, table, index + 1, skipped, count)
-                put_keys(keys, await_free(base, index, 0), warp, lane)
-                tell_there(base, index, 0, lane)
-                keys = load_keys(at, warp, lane, 1 if index + 1 < count else 0)
-                put_values(values, await_free(base, index, 1), warp, lane)
-                tell_there(base, index, 1, lane)
-        elif warpgroup == 0 or is_pair:
+            if thread_id() == 256:
+                fence_async()
+                while at < num_work:
+                    unit = tiles + quotient(at, heads) * (UNIT_TILES * _TILE_BYTES)
+                    kv_head = quotient(remainder(at, heads), group)
+                    before, count, skipped, is_pair = extent(unit)
+                    item, shift = load_i32(unit + 24), load_i32(unit + 28)
+                    own, next_own = load_i32(unit + 32), load_i32(unit + _TILE_BYTES + 32)
+                    for index in range(count):
+                        if index >= before and is_int4:
+                            item = own if index == before else next_own
+                        elif index > 0:
+                            item = shift + index + skipped
+                        source = scratch + wide(item * kv_heads + kv_head) * (2 * half_bytes)
+                        bring(source, base, done + index, 0)
+                        bring(source, base, done + index, 1)
+                    done += count
+                    turn += 1
+                    at = work(turn)
+        else:
             more_registers()
-            mine = count - 1 if is_pair and warpgroup == 0 else count
-            tile += warpgroup * _TILE_BYTES
-            first, first_row, rows = load_i32(tile + 8), load_i32(tile + 12), load_i32(tile + 16)
-            row = (warp & 3) * 16
-            head_at = wide(first_row * heads + head) * row_bytes
-            query = load_query(q + head_at, row, rows, lane)
-            slope = load_slope(slopes, head)
-            position = first + row + (lane >> 2)
-            top0, top1, sum0, sum1 = start()
-            total = zeros()
-            shown = scores(query, arrived(base, 0, 0))
-            tell(base, 0, 2, lane)
-            for index in range(mine - 1):
-                block = index + skipped if index > 0 else 0
-                step = softmax(
-                    shown, top0, top1, sum0, sum1, block * 64, position, window, slope, lane
-                )
-                top0, top1, sum0, sum1 = step[16], step[17], step[18], step[19]
-                total = finished(total)
-                if index > 0:
-                    tell(base, index - 1, 3, lane)
-                total = correct(total, step[20], step[21])
-                result = both(
-                    total, query, step[0:16], arrived(base, index + 1, 0), arrived(base, index, 1)
-                )
-                shown, total = result[0:32], result[32:]
-                tell(base, index + 1, 2, lane)
-            step = softmax_own(
-                shown, top0, top1, sum0, sum1, (first >> 6) * 64, position, window, slope, lane
-            )
-            total = finished(total)
-            if mine > 1:
-                tell(base, mine - 2, 3, lane)
-            total = correct(total, step[20], step[21])
-            total = weighted(total, step[0:16], arrived(base, mine - 1, 1))
-            tell(base, mine - 1, 3, lane)
-            for index in range(mine, count):
-                arrived(base, index, 0)
-                tell(base, index, 2, lane)
-                arrived(base, index, 1)
-                tell(base, index, 3, lane)
-            finish(total, step[18], step[19], out + head_at, row, rows, lane)
+            while at < num_work:
+                unit, head = quotient(at, heads), remainder(at, heads)
+                tile = tiles + unit * (UNIT_TILES * _TILE_BYTES)
+                before, count, skipped, is_pair = extent(tile)
+                end = done + count
+                if warpgroup == 1 and is_pair == 0:
+                    pass_by(base, done, end, lane)
+                else:
+                    # Of what is there a tile reads the blocks before its own and its own.
+                    own = done + before
+                    before += warpgroup - is_pair
+                    if is_int4:
+                        own += warpgroup
+                    else:
+                        own = done + before
+                    tile += warpgroup * _TILE_BYTES
+                    first, window = load_i32(tile + 8), load_i32(tile + 20)
+                    first_row, rows = load_i32(tile + 12), load_i32(tile + 16)
+                    row = (warp & 3) * 16
+                    head_at = wide(first_row * heads + head) * row_bytes
+                    query = load_query(q + head_at, row, rows, lane)
+                    slope = load_slope(slopes, head)
+                    position = first + row + (lane >> 2)
+                    top0, top1, sum0, sum1 = start()
+                    total = zeros()
+                    at = done
+                    if before == 0:
+                        pass_by(base, done, own, lane)
+                        at = own
+                    shown = scores(query, arrived(base, at, 0))
+                    used(base, at, 0, lane)
+                    for index in range(before):
+                        block = index + skipped if index > 0 else 0
+                        step = softmax(
+                            shown, top0, top1, sum0, sum1, block * 64, position, window, slope, lane
+                        )
+                        top0, top1, sum0, sum1 = step[16], step[17], step[18], step[19]
+                        total = finished(total)
+                        at = done + index
+                        if index > 0:
+                            used(base, at - 1, 1, lane)
+                        if is_corrected(step[20], step[21]):
+                            total = correct(total, step[20], step[21])
+                        following = at + 1
+                        if is_int4 and index + 1 == before:
+                            pass_by(base, following, own, lane)
+                            following = own
+                        result = both(
+                            total,
+                            query,
+                            step[0:16],
+                            arrived(base, following, 0),
+                            arrived(base, at, 1),
+                        )
+                        shown, total = result[0:32], result[32:]
+                        used(base, following, 0, lane)
+                    step = softmax_own(
+                        shown,
+                        top0,
+                        top1,
+                        sum0,
+                        sum1,
+                        (first >> 6) * 64,
+                        position,
+                        window,
+                        slope,
+                        lane,
+                    )
+                    total = finished(total)
+                    if before > 0:
+                        used(base, done + before - 1, 1, lane)
+                    total = correct(total, step[20], step[21])
+                    total = weighted(total, step[0:16], arrived(base, own, 1))
+                    used(base, own, 1, lane)
+                    pass_by(base, own + 1, end, lane)
+                    finish(total, step[18], step[19], out + head_at, row, rows, lane)
+                done = end
+                turn += 1
+                at = work(turn)
 
     return kernel
 
 
 def prompt_attention(shape: PromptAttentionShape, stages: int = 4) -> Variant:
-    """Attention of prompt tiles; grid (number of units x query heads, 1), units with most keys first.
+    """Attention of prompt tiles; grid (at most the multiprocessors, 1), units with most keys first.
 
-    Kernel arguments: q fp16 (rows, num_heads, head_dim), already times log2(e) / sqrt(head_dim); the cache, bytes of the layer's
-    offset and of a block over all layers; block_tables int32 (slots, tables, max_blocks); tiles int32 (num_units, UNIT_TILES,
-    TILE_FIELDS), a missing second one of no rows; slopes float32 (num_heads,) or absent; out fp16 (rows, num_heads, head_dim);
-    num_tables, max_blocks.
+    Kernel arguments: q fp16 (rows, num_heads, head_dim), already times log2(e) / sqrt(head_dim); scratch as `prompt_gather` wrote it;
+    tiles int32 (num_units, UNIT_TILES, TILE_FIELDS), a missing second one of no rows; slopes float32 (num_heads,) or absent; out fp16
+    (rows, num_heads, head_dim); number of units x num_heads.
     """
     if shape.head_dim % 32 or shape.head_dim > 128 or shape.num_heads % shape.num_kv_heads:
         raise ValueError(
             f"{shape}: head_dim must be 32, 64, 96 or 128, the heads a multiple of the kv heads"
         )
     kind = ("_alibi" if shape.has_alibi else "") + ("_window" if shape.has_windows else "")
+    kind += "_int4" if shape.kind == "int4" else ""
     return Variant(
         name=f"prompt_attention_h{shape.num_heads}k{shape.num_kv_heads}d{shape.head_dim}{kind}_s{stages}",
         function=_make_kernel(shape, stages),
-        args="llllllll" + "rr",
+        args="lllll" + "r",
         num_threads=384,
         shared_bytes=stages * (2 * shape.half_bytes + _STAGE_BARS),
         constants=(shape, stages),
@@ -294,5 +341,6 @@ def variants() -> dict[str, Variant]:
         "d128_window": PromptAttentionShape(12, 12, 128, False, True),
         "gqa": PromptAttentionShape(16, 2, 64),
         "alibi": PromptAttentionShape(8, 8, 96, True),
+        "int4": PromptAttentionShape(12, 12, 128, kind="int4"),
     }
     return {f"prompt_attention_{name}": prompt_attention(shape) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""The parts of prompt attention, each made for one shape: keys and values, queries, softmax, the rows that leave.
+"""The parts of prompt attention, each made for one shape: queries, softmax, the rows that leave.
 
 Straight-line device code of one warp; `prompt_attention.py` puts it together. Of a warp's 16 query rows a lane (g, t) holds rows
 g and g + 8, of every 8 columns of a product 2t and 2t + 1.
@@ -16,18 +16,15 @@ from kernels.intrinsics import (
     int_to_f32,
     less,
     load_32_if,
-    load_128_if,
     load_f32_if,
     pack_half2,
     reciprocal,
     select,
     shuffle_xor_f32,
     store_32_if,
-    store_shared_128_if,
     wide,
 )
 from kernels.layout import NUM_SINKS
-from kernels.warpgroup import swizzled
 
 if TYPE_CHECKING:
     from kernels.prompt_attention import PromptAttentionShape
@@ -35,57 +32,6 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 # The score of a masked key: finite, so that a row that has seen no key yet keeps finite numbers, which its first key wipes out.
 _NEVER = -1.0e30
-
-
-# --- keys and values on their way to shared memory ---------------------------------------------------
-# Each of the 128 threads that bring a block has one 16-byte unit of the fragment order in each of two neighbouring steps. Of K these are
-# 8 columns of two keys, of V 8 positions of two dims: the words change places in registers and leave as a row's unit of 16 bytes.
-
-
-def make_load(shape: PromptAttentionShape, is_value: bool) -> Any:
-    dim = shape.head_dim
-
-    @traced("r" * (dim // 4))
-    def load(source: Any, warp: Any, lane: Any, condition: Any) -> Any:
-        """A thread's share of a block's K or V."""
-        regs: list[Any] = []
-        for i in range(dim // 32):
-            pair = warp + 4 * i if is_value else warp * (dim // 32) + i
-            for step in range(2):
-                regs += load_128_if(source + pair * 1024 + (lane * 16 + step * 512), condition)
-        return tuple(regs)
-
-    return load
-
-
-def make_put(shape: PromptAttentionShape, is_value: bool) -> Any:
-    dim = shape.head_dim
-
-    @traced()
-    def put(regs: Any, target: Any, warp: Any, lane: Any) -> None:
-        """Write what `load` brought in the order of `warpgroup`: K by keys, V by dims."""
-        g, t = lane >> 2, lane & 3
-        for i in range(dim // 32):
-            a, b = regs[8 * i : 8 * i + 4], regs[8 * i + 4 : 8 * i + 8]
-            for high in range(2):
-                if is_value:
-                    pair = warp + 4 * i
-                    row, matrix = (pair >> 1) * 16 + high * 8 + g, (pair & 1) * (dim * 64)
-                else:
-                    row, matrix = key_row(warp * 16 + high * 8 + g), i * 4096
-                at = matrix + row * 64 + swizzled(t, row & 7) * 16
-                words = a[high], a[2 + high], b[high], b[2 + high]
-                store_shared_128_if(target + at, *words, 1)
-
-    return put
-
-
-def key_row(position: Any) -> Any:
-    """The row of a block's key in shared memory: so that a lane's scores are those that the product with V wants from it."""
-    return (position & 32) + ((position >> 1) & 3) * 8 + ((position >> 3) & 3) * 2 + (position & 1)
-
-
-# --- queries, weights, results -----------------------------------------------------------------------
 
 
 def make_load_query(shape: PromptAttentionShape) -> Any:
@@ -125,7 +71,7 @@ def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
             for high in range(2):
                 for odd in range(2):
                     score = scores[4 * group + 2 * high + odd]
-                    # how far the key lies after the row; of `key_row` 8 * group + 2 * t + odd
+                    # how far the key lies after the row; it is the one of `prompt_gather.key_row` 8 * group + 2 * t + odd
                     place = (group & 4) * 8 + (group & 3) * 2 + odd
                     ahead = offset + (place - 8 * high)
                     if shape.has_alibi:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kernels.compiler import Variant
 from kernels.device_code import traced
+from kernels.fragment_commit import make_commit, make_sink_copy
 from kernels.fragments import key_place, value_place
 from kernels.intrinsics import (
     block_x,
@@ -33,6 +34,7 @@ from kernels.intrinsics import (
     shared_base,
     store_16_if,
     store_32_if,
+    store_64_if,
     store_128_if,
     store_shared_f32_if,
     sum_of_warp,
@@ -41,6 +43,7 @@ from kernels.intrinsics import (
     unpack_half2,
     wide,
 )
+from kernels.layout import NUM_SINKS
 from kernels.prompt_attention import TILE_FIELDS
 
 _LOG2E = 1.4426950408889634
@@ -57,8 +60,8 @@ def _words(values: Any) -> list[Any]:
 
 # --- norm ------------------------------------------------------------------------------------------
 
-_NORM_OCTETS = 8  # of a lane, at most
-_NORM_ROWS = 8  # rows of a block, where a row is one warp's
+_NORM_QUADS = 16  # of a lane, at most
+_NORM_ROWS = 4  # rows of a block, where a row is one warp's
 
 
 @dataclass(frozen=True)
@@ -68,34 +71,36 @@ class _NormShape:
     @property
     def warps(self) -> int:
         """Of one row."""
-        return -(-self.d // (256 * _NORM_OCTETS))
+        return -(-self.d // (128 * _NORM_QUADS))
 
     @property
-    def octets(self) -> int:
+    def quads(self) -> int:
         """Of one lane."""
-        return -(-self.d // (256 * self.warps))
+        return -(-self.d // (128 * self.warps))
 
 
 def _make_norm(shape: _NormShape) -> Any:
-    d, warps, octets = shape.d, shape.warps, shape.octets
-    step = 8 * 32 * warps
+    d, warps, quads = shape.d, shape.warps, shape.quads
+    step = 4 * 32 * warps
     rows_per_block = _NORM_ROWS if warps == 1 else 1
     is_spread = warps > 1
 
-    @traced("f" * (8 * octets))
-    def load(x: Any, row: Any, first: Any, is_row: Any) -> Any:
+    @traced("f" * (8 * quads))
+    def load(x: Any, gain: Any, row: Any, first: Any, is_row: Any) -> Any:
+        """A lane's numbers, then their gains."""
         values: list[Any] = []
-        for i in range(octets):
+        gains: list[Any] = []
+        for i in range(quads):
             column = first + i * step
-            at = x + wide(row) * (4 * d) + column * 4
             is_real = is_row & less(column, d)
-            values += [*load_f32x4_if(at, is_real), *load_f32x4_if(at + 16, is_real)]
-        return tuple(values)
+            values += load_f32x4_if(x + wide(row) * (4 * d) + column * 4, is_real)
+            gains += load_f32x4_if(gain + column * 4, is_real)
+        return (*values, *gains)
 
     @traced("f")
     def squares(values: Any) -> Any:
         total = int_to_f32(0)
-        for value in values:
+        for value in values[: 4 * quads]:
             total = fma(value, value, total)
         return sum_of_warp(total)
 
@@ -107,34 +112,31 @@ def _make_norm(shape: _NormShape) -> Any:
         return total
 
     @traced()
-    def put(
-        values: Any, total: Any, gain: Any, h: Any, row: Any, first: Any, is_row: Any, eps: Any
-    ) -> None:
+    def put(values: Any, total: Any, h: Any, row: Any, first: Any, is_row: Any, eps: Any) -> None:
         scale = rsqrt(fma(total, 1.0 / d, eps))
-        for i in range(octets):
+        for i in range(quads):
             column = first + i * step
-            is_real = is_row & less(column, d)
-            at = gain + column * 4
-            gains = [*load_f32x4_if(at, is_real), *load_f32x4_if(at + 16, is_real)]
-            scaled = [v * scale * g for v, g in zip(values[8 * i :], gains, strict=False)]
-            store_128_if(h + wide(row) * (2 * d) + column * 2, *_words(scaled), is_real)
+            quad = range(4 * i, 4 * i + 4)
+            scaled = [values[j] * scale * values[4 * quads + j] for j in quad]
+            at = h + wide(row) * (2 * d) + column * 2
+            store_64_if(at, *_words(scaled), is_row & less(column, d))
 
     def kernel(x: Any, gain: Any, h: Any, num_rows: Any, eps: Any) -> None:
         thread, base = thread_id(), shared_base()
-        row, first = block_x() * rows_per_block, thread * 8
+        row, first = block_x() * rows_per_block, thread * 4
         if not is_spread:
             row += thread >> 5
-            first = (thread & 31) * 8
+            first = (thread & 31) * 4
         is_row = 1 if row < num_rows else 0
         grid_dependency_launch()
         grid_dependency_wait()
-        values = load(x, row, first, is_row)
+        values = load(x, gain, row, first, is_row)
         total = squares(values)
         if is_spread:
             store_shared_f32_if(base + (thread >> 5) * 4, total, 1 if thread & 31 == 0 else 0)
             sync_block()
             total = sum_of_warps(base)
-        put(values, total, gain, h, row, first, is_row, eps)
+        put(values, total, h, row, first, is_row, eps)
 
     return kernel
 
@@ -156,7 +158,7 @@ def norm(d: int) -> Variant:
         args="lllrf",
         num_threads=32 * (_NORM_ROWS if shape.warps == 1 else shape.warps),
         shared_bytes=4 * shape.warps if shape.warps > 1 else 0,
-        blocks_per_sm=2,
+        blocks_per_sm=4 if shape.warps == 1 else 2,
         constants=(shape,),
     )
 
@@ -386,4 +388,61 @@ def split_qkv(shape: SplitShape) -> Variant:
         num_threads=_SPLIT_THREADS,
         blocks_per_sm=4,
         constants=(shape,),
+    )
+
+
+# --- stored forms ----------------------------------------------------------------------------------
+
+_COMMIT_WARPS = 8
+
+
+def _make_commit_tiles(dim: int, kv_heads: int) -> Any:
+    commit, copy_sink = make_commit(dim), make_sink_copy(dim)
+
+    def kernel(
+        stored: Any, stored_layer: Any, stored_block: Any, exact: Any, exact_layer: Any, exact_block: Any,
+        sinks: Any, sink_layer: Any, sink_bytes: Any, sink_of: Any, block_tables: Any, exact_tables: Any,
+        tiles: Any, num_tables: Any, max_blocks: Any,
+    ) -> None:  # fmt: skip
+        tile = tiles + quotient(block_x(), kv_heads) * (4 * TILE_FIELDS)
+        head, lane, warp = remainder(block_x(), kv_heads), thread_id() & 31, thread_id() >> 5
+        grid_dependency_launch()
+        grid_dependency_wait()
+        first, rows = load_i32(tile + 8), load_i32(tile + 16)
+        is_full, is_first = rows > 0 and (first & 63) + rows == 64, rows > 0 and first < NUM_SINKS
+        if is_full or is_first:
+            at = (
+                wide((load_i32(tile) * num_tables + load_i32(tile + 4)) * max_blocks + (first >> 6))
+                * 4
+            )
+            block, copy = load_i32(block_tables + at), load_i32(exact_tables + at)
+            source = exact + exact_layer + wide(copy) * exact_block + head * (256 * dim)
+            if is_full:
+                target = (
+                    stored + stored_layer + wide(block) * stored_block + head * (64 * dim + 512)
+                )
+                commit(source, target, warp, _COMMIT_WARPS, lane)
+            if is_first:
+                sink = load_i32(sink_of + block * 4)
+                place = first + warp
+                if sink >= 0 and place < NUM_SINKS and warp < rows:
+                    to = sinks + sink_layer + wide(sink) * sink_bytes + head * (16 * dim)
+                    copy_sink(source, to, place, lane)
+
+    return kernel
+
+
+def commit_tiles(dim: int, kv_heads: int) -> Variant:
+    """Make the stored form of the blocks that tiles fill up, and of the sinks among their rows; grid (tiles x kv heads, 1).
+
+    Kernel arguments: those of `prompt_attention.cache_arguments`; block_tables and exact_tables int32 (slots, tables, max_blocks); tiles;
+    num_tables, max_blocks.
+    """
+    return Variant(
+        name=f"prompt_commit_k{kv_heads}d{dim}",
+        function=_make_commit_tiles(dim, kv_heads),
+        args="l" * 13 + "rr",
+        num_threads=32 * _COMMIT_WARPS,
+        blocks_per_sm=2,
+        constants=(dim, kv_heads),
     )

@@ -23,14 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernels import fragments, prompt, prompt_rows  # noqa: E402
 from kernels.layout import FragmentCache  # noqa: E402
-from kernels.prompt import PromptLayer, PromptPass, PromptSpec, make_tiles  # noqa: E402
+from kernels.prompt import PromptLayer, PromptPass, PromptSpec  # noqa: E402
 from kernels.prompt_attention import prompt_attention  # noqa: E402
+from kernels.prompt_gather import GatherShape, cache_arguments, gather  # noqa: E402
+from kernels.prompt_tiles import PromptTiles, make_tiles  # noqa: E402
 from kernels.runtime import launch, set_build_dir  # noqa: E402
 
 SPEC = PromptSpec(1536, 12, 12, 128, 4096)
 LAYERS, LOOPS, THETA = 4, 8, 10000.0
 SETTINGS = ("plain", "no_splitk", "lt", "lt_no_splitk")
 LOG2E = 1.4426950408889634
+Span = tuple[int, int, int]
 
 
 def apply_setting(name: str) -> None:
@@ -40,6 +43,16 @@ def apply_setting(name: str) -> None:
     )
     if name.startswith("lt"):
         torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def time_captured(run: Callable[[], object], inside: int = 10) -> float:
+    """Median milliseconds of `run` in a CUDA graph that has it several times."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inside):
+            run()
+    return time_ms(graph.replay, 7) / inside
 
 
 def time_ms(run: Callable[[], object], repeats: int = 12) -> float:
@@ -90,21 +103,15 @@ def new_cache(num_blocks: int, layers: int) -> FragmentCache:
     return FragmentCache("fp16", stored, stored, none, SPEC.head_dim)
 
 
-def tiles_of(spans: list[tuple[int, int, int]], table: int = 0, window: int = 0) -> Tensor:
+def tiles_of(spans: list[Span], window: int = 0, kind: str = "fp16") -> PromptTiles:
     """Tiles on the device of (slot, first, end) spans."""
     slots = np.concatenate([np.full(end - first, slot) for slot, first, end in spans])
     positions = np.concatenate([np.arange(first, end) for _, first, end in spans])
-    tables = np.full(len(slots), table)
-    tiles = make_tiles(slots, tables, positions, np.full(len(slots), window))
-    return torch.from_numpy(tiles).cuda()
+    zeros = np.zeros_like(slots)
+    return make_tiles(slots, zeros, positions, zeros + window, kind=kind, device="cuda")
 
 
 # --- parts -----------------------------------------------------------------------------------------
-
-
-def eight_times(product: prompt.Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
-    for _ in range(8):
-        product(x, weight, out)
 
 
 def bench_products(setting: str) -> None:
@@ -125,9 +132,9 @@ def bench_products(setting: str) -> None:
             out = torch.zeros(
                 rows, n, device="cuda", dtype=torch.half if product is prompt.multiply else None
             )
-            ms = time_ms(partial(eight_times, product, x, weight, out)) / 8
+            ms = time_captured(partial(product, x, weight, out))
             tflops = 2 * rows * n * k / ms / 1e9
-            cells.append(f"{rows}:{ms * 1e3:.0f}us{'' if rows in kept else '!'}")
+            cells.append(f"{rows}:{ms * 1e3:.0f}{'' if rows in kept else '!'}")
         print(f"{setting:<13}{name:<10} {' '.join(cells)} ({tflops:.0f} TFLOP/s)", flush=True)
 
 
@@ -147,14 +154,21 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
         tiles = tiles_of([(s, 0, length) for s in range(sequences)])
         flops = 4 * sequences * shape.num_heads * dim * length * (length + 1) / 2
         first = None
+        scratch = torch.empty(len(tiles.items), 12 * 256 * dim, device="cuda", dtype=torch.uint8)
+        bring = partial(
+            launch, gather(GatherShape(shape.num_kv_heads, dim)), (len(tiles.items) * shape.num_kv_heads, 1),
+            *cache_arguments(cache, 0), tables, tables, tiles.items, scratch, 1, blocks,
+        )  # fmt: skip
+        ms = time_captured(bring)
+        moved = 2 * scratch.numel() / ms / 1e9
+        print(f"gather {sequences}x{length}: {ms * 1e3:.1f} us, {moved:.2f} TB/s")
+        work = tiles.num_units * shape.num_heads
         for stages in (2, 4, 6):
-            variant = prompt_attention(shape, stages)
-
             run = partial(
-                launch, variant, (len(tiles) // 2 * shape.num_heads, 1), q, cache.stored, 0, cache.stored.stride(0),
-                tables, tiles, None, out, 1, blocks,
+                launch, prompt_attention(shape, stages), (min(132, work), 1), q, scratch, tiles.tiles, None, out,
+                work,
             )  # fmt: skip
-            ms = time_ms(run)
+            ms = time_captured(run, 5)
             if first is None:
                 first = out.clone()
                 error = attention_error(q, half, tables[-1, 0].long(), out, length)
@@ -191,25 +205,30 @@ def bench_rows(rows: int) -> None:
     x, gain = torch.randn(rows, d, device="cuda"), torch.ones(d, device="cuda")
     h = torch.empty(rows, d, device="cuda", dtype=torch.half)
     blocks = -(-rows // prompt_rows.norm_rows_per_block(d))
-    ms = time_ms(lambda: launch(prompt_rows.norm(d), (blocks, 1), x, gain, h, rows, 1e-6))
-    print(f"norm {rows}: {ms * 1e3:.1f} us, {rows * d * 6 / ms / 1e9:.2f} TB/s")
     gate_up = torch.randn(rows, 2 * ff, device="cuda").half()
     out = torch.empty(rows, ff, device="cuda", dtype=torch.half)
-    grid = (prompt_rows.gate_grid(rows, ff), 1)
-    ms = time_ms(lambda: launch(prompt_rows.gate(ff), grid, gate_up, out, rows))
-    print(f"gate {rows}: {ms * 1e3:.1f} us, {rows * ff * 6 / ms / 1e9:.2f} TB/s")
     qkv = torch.randn(rows, split.parts * split.head_dim, device="cuda").half()
     q = torch.empty(rows, d, device="cuda", dtype=torch.half)
     cache, tiles = new_cache(rows // 64, 1), tiles_of([(0, 0, rows)])
     tables = torch.arange(rows // 64, device="cuda").int().view(1, 1, -1)
-    table = angles(rows)
-    ms = time_ms(
-        lambda: launch(
-            prompt_rows.split_qkv(split), (len(tiles) * split.parts, 1), qkv, q, cache.exact, 0,
-            cache.exact.stride(0), tables, tiles, table, 1, rows // 64,
+    grid = (prompt_rows.gate_grid(rows, ff), 1)
+    split_grid = (len(tiles.tiles) * split.parts, 1)
+    runs = {
+        "norm": (rows * d * 6, partial(launch, prompt_rows.norm(d), (blocks, 1), x, gain, h, rows, 1e-6)),
+        "gate": (rows * ff * 6, partial(launch, prompt_rows.gate(ff), grid, gate_up, out, rows)),
+        "split": (
+            qkv.numel() * 4,
+            partial(
+                launch, prompt_rows.split_qkv(split), split_grid, qkv, q, cache.exact, 0, cache.exact.stride(0),
+                tables, tiles.tiles, angles(rows), 1, rows // 64,
+            ),
+        ),
+    }  # fmt: skip
+    for name, (num_bytes, run) in runs.items():
+        ms, direct = time_captured(run), time_ms(run)
+        print(
+            f"{name} {rows}: {ms * 1e3:.1f} us, {num_bytes / ms / 1e9:.2f} TB/s (launched alone {direct * 1e3:.1f} us)"
         )
-    )  # fmt: skip
-    print(f"split {rows}: {ms * 1e3:.1f} us, {qkv.numel() * 4 / ms / 1e9:.2f} TB/s")
 
 
 class Prefill:
@@ -226,23 +245,22 @@ class Prefill:
         self.passing = PromptPass(SPEC, self.layers, self.cache, self.tables, angles=angles(length))
         print(f"buckets kept: {self.passing.buckets}")
 
-    def run(self, spans: list[tuple[int, int, int]], loops: int = LOOPS) -> Tensor:
+    def run(self, spans: list[Span], tiles: PromptTiles) -> Tensor:
         rows = sum(end - first for _, first, end in spans)
         state = self.passing.new_state(rows)
         torch.cat([self.x[s, first:end] for s, first, end in spans], out=state[:rows])
-        tiles = tiles_of(spans)
-        for loop in range(loops):
-            tiles[:, 1] = loop
+        for loop in range(LOOPS):
+            tiles.use_table(loop)
             for index in range(LAYERS):
                 self.passing.layer(state, rows, index, tiles)
         return state[:rows]
 
-    def chunked(self, chunks: list[list[tuple[int, int, int]]]) -> Tensor:
+    def chunked(self, chunks: list[list[Span]]) -> Tensor:
         """The states of sequence 0 after passes over these spans, into an empty cache."""
         self.cache.stored.zero_()
         found = []
         for spans in chunks:
-            states = self.run(spans)
+            states = self.run(spans, tiles_of(spans))
             at = 0
             for slot, first, end in spans:
                 if slot == 0:
@@ -254,15 +272,20 @@ class Prefill:
 def bench_prefill(length: int) -> None:
     model = Prefill(length)
     tokens = length
-    ms = time_ms(lambda: model.run([(0, 0, length)]), 5)
+    spans = [(0, 0, length)]
+    ms = time_ms(partial(model.run, spans, tiles_of(spans)), 5)
     flops = 2 * tokens * LOOPS * LAYERS * sum(
         w.numel() for w in (model.layers[0].qkv, model.layers[0].o, model.layers[0].gate_up, model.layers[0].down)
     )  # fmt: skip
     flops += LOOPS * LAYERS * 2 * SPEC.num_heads * SPEC.head_dim * tokens * tokens
     print(f"prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
-    for rows in (64, 512, 2048):
-        ms = time_ms(partial(model.run, [(0, 0, rows)]), 5)
-        print(f"prefill {rows}: {ms:.2f} ms")
+    for rows in (64, 256, 1024, 2048, length):
+        spans = [(0, 0, rows)]
+        run = partial(model.run, spans, tiles_of(spans))
+        print(
+            f"prefill {rows}: {time_ms(run, 5):.2f} ms, captured {time_captured(run, 1):.2f} ms",
+            flush=True,
+        )
     whole = model.chunked([[(0, 0, length)]])
     again = model.chunked([[(0, 0, length)]])
     print(f"repeat: equal bits {torch.equal(whole, again)}, finite {bool(whole.isfinite().all())}")

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from kernels import fragments, prompt, prompt_rows, reference
 from kernels.layout import FragmentCache, PagedCache, Paging
-from kernels.prompt import PromptLayer, PromptPass, PromptSpec, make_tiles
+from kernels.prompt import PromptLayer, PromptPass, PromptSpec
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention
+from kernels.prompt_gather import GatherShape, cache_arguments, gather
 from kernels.prompt_rows import SplitShape
+from kernels.prompt_tiles import PromptTiles, make_tiles
 from kernels.runtime import launch
 
 LOG2E = 1.4426950408889634
@@ -36,23 +38,29 @@ def _ints(values: object) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int32)
 
 
-def _tiles(slots: list[int], positions: list[int], window: int = 0) -> Tensor:
+def _tiles(
+    slots: list[int], positions: list[int], window: int = 0, kind: str = "fp16"
+) -> PromptTiles:
     n = len(slots)
-    tables = np.zeros(n, dtype=np.int32)
-    return torch.from_numpy(
-        make_tiles(np.array(slots), tables, np.array(positions), np.full(n, window))
-    )
+    zeros = np.zeros(n, dtype=np.int32)
+    return make_tiles(np.array(slots), zeros, np.array(positions), zeros + window, kind=kind)
 
 
 def _attend(
-    shape: PromptAttentionShape, q: Tensor, cache: FragmentCache, block_tables: Tensor, tiles: Tensor,
+    shape: PromptAttentionShape, q: Tensor, cache: FragmentCache, block_tables: Tensor, tiles: PromptTiles,
     slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.full(q.shape, float("nan")).half()
+    kv_heads, dim = shape.num_kv_heads, shape.head_dim
+    scratch = torch.full((len(tiles.items), kv_heads, 256 * dim), 255, dtype=torch.uint8)
     launch(
-        prompt_attention(shape), (len(tiles) // 2 * shape.num_heads, 1), q, cache.stored,
-        LAYER * cache.stored.stride(1), cache.stored.stride(0), block_tables, tiles, slopes, out,
+        gather(GatherShape(kv_heads, dim, cache.kind)), (len(tiles.items) * kv_heads, 1),
+        *cache_arguments(cache, LAYER), block_tables, cache.exact_tables, tiles.items, scratch,
         *block_tables.shape[1:],
+    )  # fmt: skip
+    num_work = tiles.num_units * shape.num_heads
+    launch(
+        prompt_attention(shape), (min(num_work, 2), 1), q, scratch, tiles.tiles, slopes, out, num_work
     )  # fmt: skip
     return out
 
@@ -104,6 +112,60 @@ def test_attention_matches_the_reference(
     want = reference.attention(qkv.flatten(1), heads, paged, LAYER, slopes, paging)
     # weights and results are rounded to fp16
     torch.testing.assert_close(out.flatten(1).float(), want, rtol=4e-3, atol=4e-3)
+
+
+def _int4_caches(dim: int) -> tuple[FragmentCache, PagedCache, PagedCache]:
+    """A cache of 4 blocks in 4 bits with exact copies (in another order) and sinks, and its keys and values, exact and as stored."""
+    _, exact = _caches(4, 1, dim)
+    keys, values = exact.keys.transpose(-1, -2), exact.values
+    (packed_keys, restored_keys), (packed_values, restored_values) = (
+        fragments.pack_int4(x, is_value=i == 1) for i, x in enumerate((keys, values))
+    )
+    copies = torch.stack([fragments.pack_keys(keys), fragments.pack_values(values)], -2)
+    copies = copies.flatten(-2).half().view(torch.uint8)[[1, 3, 0, 2]]
+    sinks = torch.zeros(1, LAYERS, 1, 16 * dim, dtype=torch.uint8)
+    sinks[0] = torch.cat(
+        [keys[2, :, :, :4].flatten(-2), values[2, :, :, :4].transpose(-1, -2).flatten(-2)], -1
+    ).half().view(torch.uint8)  # fmt: skip
+    restored_keys, restored_values = restored_keys.half().float(), restored_values.half().float()
+    restored_keys[2, :, :, :4], restored_values[2, :, :, :4] = (
+        x[2, :, :, :4] for x in (keys, values)
+    )
+    cache = FragmentCache(
+        "int4", torch.cat([packed_keys, packed_values], -1), copies.contiguous(),
+        _ints([[[3, 2, 1, 0]]]), dim, sinks, _ints([-1, -1, 0, -1]),
+    )  # fmt: skip
+    as_stored = PagedCache(restored_keys.transpose(-1, -2).contiguous(), restored_values)
+    return cache, exact, as_stored
+
+
+@pytest.mark.parametrize(
+    ("dim", "first", "end", "window"),
+    [(64, 62, 66, 0), (32, 180, 195, 0), (96, 190, 193, 30), (64, 3, 5, 2)],
+)
+def test_int4_attention_reads_its_own_block_exactly(
+    dim: int, first: int, end: int, window: int
+) -> None:
+    shape = PromptAttentionShape(1, 1, dim, False, window > 0, "int4")
+    cache, exact, as_stored = _int4_caches(dim)
+    block_tables = _ints([[[2, 0, 3, 1]]])
+    positions = list(range(first, end))
+    n = len(positions)
+    q, plain = _queries(n, shape)
+    out = _attend(shape, q, cache, block_tables, _tiles([0] * n, positions, window, "int4"))
+    zeros = torch.zeros(1, dtype=torch.int32)
+    for row, position in enumerate(positions):
+        own = int(block_tables[0, 0, position // 64])
+        keys, values = as_stored.keys.clone(), as_stored.values.clone()
+        keys[own], values[own] = exact.keys[own], exact.values[own]
+        at = _ints([position])
+        paging = Paging(
+            zeros, zeros, at, at, zeros + window, zeros - 1, zeros, torch.zeros(0, 0, dtype=torch.int32),
+            block_tables, zeros,
+        )  # fmt: skip
+        qkv = torch.cat([plain[row], torch.zeros(2, dim)]).view(1, -1)
+        want = reference.attention(qkv, (1, 1, dim), PagedCache(keys, values), LAYER, None, paging)
+        torch.testing.assert_close(out[row].float(), want, rtol=4e-3, atol=4e-3)
 
 
 def test_a_row_has_the_same_bits_in_every_tile() -> None:
@@ -167,8 +229,8 @@ def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
     before = cache.stored.clone()
     q = torch.full((len(slots), shape.num_heads * dim), float("nan")).half()
     launch(
-        prompt_rows.split_qkv(shape), (len(tiles) * shape.parts, 1), qkv, q, cache.exact,
-        LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles,
+        prompt_rows.split_qkv(shape), (len(tiles.tiles) * shape.parts, 1), qkv, q, cache.exact,
+        LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles.tiles,
         table if shape.is_rotary else None, *block_tables.shape[1:],
     )  # fmt: skip
     heads = (shape.num_heads, kv, dim)
@@ -207,7 +269,7 @@ def test_tiles_end_at_blocks_tables_and_sequences() -> None:
     tables = np.array([0, 0, 0, 0, 0, 1])
     tiles = make_tiles(slots, tables, np.array([62, 63, 64, 9, 10, 11]), np.array([0] * 5 + [4]))
     nothing = [0] * 6
-    assert tiles[:, :6].tolist() == [
+    assert tiles.tiles[:, :6].tolist() == [
         [1, 0, 62, 0, 2, 0],
         [1, 0, 64, 2, 1, 0],
         [0, 1, 11, 5, 1, 4],
