@@ -32,6 +32,7 @@ from kernels.absorbed_parts import (
     copy_exact,
     copy_stored,
     make_close,
+    make_correct,
     make_join,
     make_keep,
     make_load_query,
@@ -236,7 +237,9 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     )  # fmt: skip
     load_query, query_sums = make_load_query(shape), make_query_sums(shape)
     scores_stored, scores_exact = make_scores_stored(shape), make_scores_exact(shape)
-    values_exact, undo = make_values_exact(shape), make_undo(shape)
+    values_exact, undo, correct = (
+        make_values_exact(shape), make_undo(shape), make_correct(shape),
+    )  # fmt: skip
     values_stored = make_values_stored(shape) if is_cut else values_exact
     start, softmax, zeros = make_start(shape), make_softmax(shape), make_zeros(shape)
     load_slopes, close = make_slopes(shape), make_close(shape, is_joined)
@@ -428,13 +431,15 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                     warp, lane,
                 )  # fmt: skip
                 sync_block()
+                if u > 0:
+                    total = correct(total, factors, lane)
                 if is_cut and kind == stored:
-                    total = values_stored(total, stage, weights, factors, lane)
+                    total = values_stored(total, stage, weights, lane)
                 else:
                     if not is_undone:
                         total = undo(total)
                         is_undone = True
-                    total = values_exact(total, stage, weights, factors, lane)
+                    total = values_exact(total, stage, weights, lane)
                 sync_warp()
                 chain, unit = following(chain, unit, end, infos)
                 if chain < end:
@@ -447,8 +452,6 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                 copy_commit()
                 unit = narrow(unit + 1)
                 used = narrow(used + 1)
-            if not is_undone:
-                total = undo(total)
             is_last = s == chains - 1
             slot = row * slots + (part_of_row if is_joined else here)
             sync_block()
@@ -457,7 +460,7 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                 is_last or not is_joined, warp, lane,
             )  # fmt: skip
             sync_block()
-            words = results(total, shares, lane)
+            words = results(total, shares, is_undone, lane)
             if is_joined and s > 0:
                 words = join(words, base + kept_at + warp * kept_bytes, shares, lane)
             if is_joined and not is_last:

@@ -40,8 +40,8 @@ from kernels.intrinsics import (
     smaller,
     store_32_if,
     store_f32x2_if,
-    store_shared_32,
     store_shared_128_if,
+    store_shared_f32,
     store_shared_f32_if,
     store_shared_f32x2_if,
     sum_of_warp,
@@ -165,13 +165,22 @@ def _load_pair(shape: AbsorbedShape, table: Any, tile: int, lane: Any) -> Any:
 
 
 def _put_scores(
-    shape: AbsorbedShape, partials: Any, acc: Any, tile: int, position: Any, values: Any, lane: Any
+    shape: AbsorbedShape, partials: Any, tile: int, position: Any, values: Any, lane: Any
 ) -> None:
-    column = 8 * tile + (lane & 3) * 2
-    is_real = less((lane & 3) * 2, columns_of(shape, tile))
+    """Store a lane's scores of a tile of 16 positions: `values` are those of row g, then row g + 8, of columns 2t and 2t + 1.
+
+    With 4 heads in the column tile the lanes t and t + 2 hold the same: the first stores row g, the other row g + 8.
+    """
+    t = lane & 3
+    address = partials + (8 * tile * SCORE_ROW + position) * 4
+    if columns_of(shape, tile) == 8:
+        for i, value in enumerate(values):
+            place = (2 * t + i % 2) * (SCORE_ROW * 4) + 32 * (i // 2)
+            store_shared_f32(address + place, value)
+        return
     for odd in range(2):
-        address = partials + ((column + odd) * SCORE_ROW + position) * 4
-        store_shared_f32_if(address, values[odd], is_real)
+        place = ((t & 1) * 2 + odd) * (SCORE_ROW * 4) + (t >> 1) * 32
+        store_shared_f32(address + place, select(values[2 + odd], values[odd], t >> 1))
 
 
 def make_scores_stored(shape: AbsorbedShape) -> Any:
@@ -195,16 +204,19 @@ def make_scores_stored(shape: AbsorbedShape) -> Any:
                             acc[m][tile] = mma(*acc[m][tile], *a, *b[tile][2 * part :][:2])
             q = [_load_pair(shape, sums, tile, lane) for tile in range(tiles)]
             for m in range(2):
+                position = pair * 32 + m * 16 + g
+                values: list[list[Any]] = [[] for _ in range(tiles)]
                 for high in range(2):
-                    position = pair * 32 + m * 16 + high * 8 + g
-                    scale = load_shared_half(stage + SCALES_AT + position * 2) * _SCORE_UNDO
-                    zero = load_shared_half(stage + SCALES_AT + 128 + position * 2)
+                    at = stage + SCALES_AT + (position + 8 * high) * 2
+                    scale = load_shared_half(at) * _SCORE_UNDO
+                    zero = load_shared_half(at + 128)
                     for tile in range(tiles):
-                        values = [
+                        values[tile] += [
                             fma(acc[m][tile][2 * high + odd], scale, zero * q[tile][odd])
                             for odd in range(2)
                         ]
-                        _put_scores(shape, partials, acc, tile, position, values, lane)
+                for tile in range(tiles):
+                    _put_scores(shape, partials, tile, position, values[tile], lane)
 
     return scores
 
@@ -228,17 +240,11 @@ def make_scores_exact(shape: AbsorbedShape) -> Any:
                 for tile in range(tiles):
                     b = _load_query(shape, query, tile, step, lane)
                     acc[part][tile] = mma(*acc[part][tile], *a, *b[2 * part : 2 * part + 2])
-        for high in range(2):
-            for tile in range(tiles):
-                values = [
-                    fma(
-                        acc[0][tile][2 * high + odd],
-                        1 / QUERY_FACTORS[0],
-                        acc[1][tile][2 * high + odd] * (1 / QUERY_FACTORS[1]),
-                    )
-                    for odd in range(2)
-                ]
-                _put_scores(shape, partials, acc, tile, high * 8 + g, values, lane)
+        low, high = (1 / factor for factor in QUERY_FACTORS)
+        for tile in range(tiles):
+            pairs = zip(acc[0][tile], acc[1][tile], strict=True)
+            values = [fma(first, low, second * high) for first, second in pairs]
+            _put_scores(shape, partials, tile, g, values, lane)
 
     return scores
 
@@ -328,12 +334,15 @@ def make_zeros(shape: AbsorbedShape) -> Any:
     return zeros
 
 
-def _correct(shape: AbsorbedShape, sums: Any, factors: Any, lane: Any) -> Any:
-    """All of a lane's sums times their heads' factors: tiles of 16 values x column tiles x 4, then the zeros' x 4."""
-    fixes = [_load_pair(shape, factors, tile, lane) for tile in range(shape.tiles)]
-    return [
-        value * fixes[tile][odd] for value, (tile, odd) in zip(sums, _columns(shape), strict=True)
-    ]
+def make_correct(shape: AbsorbedShape) -> Any:
+    @traced("f" * shape.num_sums)
+    def correct(sums: Any, factors: Any, lane: Any) -> Any:
+        """All of a lane's sums times their heads' factors."""
+        fixes = [_load_pair(shape, factors, tile, lane) for tile in range(shape.tiles)]
+        pairs = zip(sums, _columns(shape), strict=True)
+        return tuple(value * fixes[tile][odd] for value, (tile, odd) in pairs)
+
+    return correct
 
 
 def _columns(shape: AbsorbedShape) -> list[tuple[int, int]]:
@@ -358,11 +367,10 @@ def make_values_stored(shape: AbsorbedShape) -> Any:
     tiles = shape.tiles
 
     @traced("f" * shape.num_sums)
-    def values(sums: Any, stage: Any, weights: Any, factors: Any, lane: Any) -> Any:
-        """Correct the sums and add p n s of 64 stored positions, and p z to the last ones."""
+    def values(sums: Any, stage: Any, weights: Any, lane: Any) -> Any:
+        """Add p n s of 64 stored positions, and p z to the last sums."""
         t, key = lane & 3, (lane >> 1) & 3
-        corrected = _correct(shape, sums, factors, lane)
-        acc, rest = _tuples(shape, corrected), corrected[32 * tiles :]
+        acc, rest = _tuples(shape, sums), list(sums[32 * tiles :])
         scaled: dict[tuple[int, int], list[Any]] = {}
         for step in range(4):
             at = [stage + SCALES_AT + (16 * step + 8 * b + 2 * t) * 2 for b in range(2)]
@@ -396,11 +404,10 @@ def make_values_exact(shape: AbsorbedShape) -> Any:
     tiles = shape.tiles
 
     @traced("f" * shape.num_sums)
-    def values(sums: Any, stage: Any, weights: Any, factors: Any, lane: Any) -> Any:
-        """Correct the sums and add p x of 16 exact positions."""
+    def values(sums: Any, stage: Any, weights: Any, lane: Any) -> Any:
+        """Add p x of 16 exact positions."""
         g, t = lane >> 2, lane & 3
-        corrected = _correct(shape, sums, factors, lane)
-        acc, rest = _tuples(shape, corrected), corrected[32 * tiles :]
+        acc, rest = _tuples(shape, sums), list(sums[32 * tiles :])
         p = [_weights(shape, weights, tile, 0, lane)[:2] for tile in range(tiles)]
         rows = [2 * t, 2 * t + 1]
         at = [stage + row * 256 + (g & 3) * 4 for row in rows]
@@ -495,21 +502,27 @@ def _places(shape: AbsorbedShape, lane: Any) -> list[tuple[int, Any, Any]]:
 
 def make_results(shape: AbsorbedShape) -> Any:
     @traced("r" * shape.num_words)
-    def results(sums: Any, shares: Any, lane: Any) -> Any:
+    def results(sums: Any, shares: Any, is_undone: Any, lane: Any) -> Any:
         """The chain's averages as pairs of halves: 8 tiles x the lane's heads."""
-        acc, is_odd, zeros = _tuples(shape, sums), (lane & 3) >> 1, sums[32 * shape.tiles :]
-        words: list[Any] = []
+        acc, zeros, is_odd = _tuples(shape, sums), sums[32 * shape.tiles :], (lane & 3) >> 1
         places = _places(shape, lane)
-        inverses = [load_shared_f32x4(shares + head * 16)[0] for _, _, head in places]
+        factors, rests = [], []
+        for tile, odd, head in places:
+            inverse = load_shared_f32x4(shares + head * 16)[0]
+            powers = [select(inverse, inverse * power, is_undone) for power in _UNDO]
+            factors.append(powers if shape.is_cut else [inverse] * 2)
+            if shape.is_cut:
+                both = zeros[2 * tile : 2 * tile + 2]
+                zero = select(both[1], both[0], is_odd) if odd is None else both[odd]
+                rests.append(zero * inverse)
+        words: list[Any] = []
         for at in range(8):
-            for (tile, odd, _), inverse in zip(places, inverses, strict=True):
+            for i, (tile, odd, _) in enumerate(places):
                 values, pair = acc[at * shape.tiles + tile], []
-                for high in range(2):
-                    both = list(values[2 * high : 2 * high + 2])
-                    if shape.is_cut:
-                        both = [a + b for a, b in zip(both, zeros[2 * tile :][:2], strict=True)]
+                for both in (values[:2], values[2:]):
                     value = select(both[1], both[0], is_odd) if odd is None else both[odd]
-                    pair.append(value * inverse)
+                    factor = factors[i][at & 1]
+                    pair.append(fma(value, factor, rests[i]) if rests else value * factor)
                 words.append(pack_half2(*pair))
         return tuple(words)
 
@@ -520,8 +533,8 @@ def make_keep(shape: AbsorbedShape) -> Any:
     @traced()
     def keep(words: Any, kept: Any, lane: Any) -> None:
         """Put averages aside in the warp's memory, each lane its own."""
-        for i, word in enumerate(words):
-            store_shared_32(kept + lane * 4 + i * 128, word)
+        for i in range(0, len(words), 4):
+            store_shared_128_if(kept + lane * 16 + i * 128, *words[i : i + 4], 1)
 
     return keep
 
@@ -532,12 +545,13 @@ def make_join(shape: AbsorbedShape) -> Any:
         """The averages of what was put aside and this chain."""
         places = _places(shape, lane)
         factors = [load_shared_f32x4(shares + head * 16) for _, _, head in places]
-        out: list[Any] = []
-        for i, word in enumerate(words):
-            _, _, old_share, share = factors[i % len(factors)]
-            old = load_shared_32(kept + lane * 4 + i * 128)
-            out.append(join_halves(old, word, old_share, share))
-        return tuple(out)
+        olds: list[Any] = []
+        for i in range(0, len(words), 4):
+            olds += load_shared_128(kept + lane * 16 + i * 128)
+        return tuple(
+            join_halves(old, word, *factors[i % len(factors)][2:])
+            for i, (old, word) in enumerate(zip(olds, words, strict=True))
+        )
 
     return join
 
