@@ -1,4 +1,4 @@
-"""The general kernels for rows on the GPU: norms, activations, q and k, embeddings, and how much a row changed.
+"""The general kernels for rows on the GPU: norms, activations, q and k, embeddings.
 
 Like `kernels.cuda_linear` they serve every architecture: activations are fp32, shapes are run-time numbers. One block or warp does one
 row (or one head of it) by itself and in an order that depends on the row's width alone, so a row's bits depend on nothing else.
@@ -17,18 +17,15 @@ from kernels.compiler import Variant
 from kernels.cuda_dense_parts import (
     THREADS,
     WARPS,
-    add_exactly,
-    exp,
-    exp_beyond_linear,
     gelu,
     gelu_tanh,
-    log,
-    log_1p,
     make_block_sums,
+    make_load,
     relu_squared,
     silu_times,
-    store_as_f64,
 )
+from kernels.cuda_exits import divergence, relative_change
+from kernels.cuda_exits import variants as exit_variants
 from kernels.cuda_linear import linear, linear_add, pack
 from kernels.cuda_linear import variants as product_variants
 from kernels.device_code import traced
@@ -38,12 +35,10 @@ from kernels.intrinsics import (
     divide,
     f32_of,
     fma,
-    fmax,
     grid_dependency_launch,
     grid_dependency_wait,
     int_to_f32,
     less,
-    less_f32,
     load_f32,
     load_f32_if,
     load_i32,
@@ -67,28 +62,8 @@ __all__ = [
 
 _AT_ONCE = 4  # values of a thread that are loaded together
 _STRIDE = THREADS * _AT_ONCE
-
-
 _block_sum, _ = make_block_sums(WARPS)
-# Rows of logits are long: more threads and more loads in flight.
-_LONG_THREADS, _LONG_AT_ONCE = 512, 8
-_LONG_STRIDE = _LONG_THREADS * _LONG_AT_ONCE
-_long_sum, _long_max = make_block_sums(_LONG_THREADS // 32)
-
-
-def _make_load(count: int, threads: int) -> Any:
-    @traced("f" * count)
-    def load(row: Any, first: Any, width: Any) -> Any:
-        """Columns first, first + threads, ... of a row of float32, zeros beyond its end."""
-        return tuple(
-            load_f32_if(row + (first + i * threads) * 4, less(first + i * threads, width))
-            for i in range(count)
-        )
-
-    return load
-
-
-_load_some, _load_long = _make_load(_AT_ONCE, THREADS), _make_load(_LONG_AT_ONCE, _LONG_THREADS)
+_load_some = make_load(_AT_ONCE, THREADS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -381,158 +356,7 @@ def _embed() -> Variant:
     return Variant("embed_rows", _embed_kernel, "llllrr", THREADS)
 
 
-# ---------------------------------------------------------------------------------------------------------------- exits
-
-
-@traced("ffff")
-def _add_change(sums: Any, before: Any, after: Any) -> Any:
-    moved, moved_rest, size, size_rest = sums
-    for old, new in zip(before, after, strict=True):
-        step = new - old
-        moved, moved_rest = add_exactly(moved, moved_rest, step * step)
-        size, size_rest = add_exactly(size, size_rest, new * new)
-    return moved, moved_rest, size, size_rest
-
-
-@traced("f")
-def _ratio(moved: Any, size: Any) -> Any:
-    ratio = sqrt(divide(moved, size))
-    return select(ratio, f32_of(0x7F800000), less_f32(0.0, size))
-
-
-@traced("ffff")
-def _no_sums() -> Any:
-    return 0.0, 0.0, 0.0, 0.0
-
-
-@traced("f")
-def _whole(total: Any, rest: Any) -> Any:
-    return total + rest
-
-
-def _change_kernel(before: Any, after: Any, out: Any, width: Any) -> None:
-    thread, place = thread_id(), wide(block_x()) * (width * 4)
-    grid_dependency_launch()
-    grid_dependency_wait()
-    sums = _no_sums()
-    for first in range(thread, width, _STRIDE):
-        old = _load_some(before + place, first, width)
-        sums = _add_change(sums, old, _load_some(after + place, first, width))
-    moved = _block_sum(_whole(sums[0], sums[1]), shared_base())
-    size = _block_sum(_whole(sums[2], sums[3]), shared_base() + 32)
-    store_as_f64(out + block_x() * 8, _ratio(moved, size), int(thread == 0))
-
-
-def relative_change(before: Tensor, after: Tensor) -> Tensor:
-    """|after - before| / |after| of each row of fp32 (n, d), fp64 (n,) good to fp32; infinite where `after` is zero."""
-    out = torch.empty(len(after), dtype=torch.float64, device=after.device)
-    launch(_change(), (len(after), 1), before, after, out, after.shape[1])
-    return out
-
-
-@cache
-def _change() -> Variant:
-    return Variant("relative_change", _change_kernel, "lllr", THREADS, shared_bytes=64)
-
-
-@traced("f")
-def _top_of(top: Any, values: Any, first: Any, width: Any) -> Any:
-    for i, value in enumerate(values):
-        top = select(fmax(top, value), top, less(first + i * _LONG_THREADS, width))
-    return top
-
-
-@traced("ffffff")
-def _add_masses(
-    sums: Any, before: Any, after: Any, top_p: Any, top_q: Any, first: Any, width: Any
-) -> Any:
-    """Sums of p, q and p (before - after), each with its rest."""
-    total_p, rest_p, total_q, rest_q, moved, rest_moved = sums
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        is_there = less(first + i * _LONG_THREADS, width)
-        p = select(exp(old - top_p), 0.0, is_there)
-        total_p, rest_p = add_exactly(total_p, rest_p, p)
-        total_q, rest_q = add_exactly(total_q, rest_q, select(exp(new - top_q), 0.0, is_there))
-        moved, rest_moved = add_exactly(moved, rest_moved, p * (old - new))
-    return total_p, rest_p, total_q, rest_q, moved, rest_moved
-
-
-@traced("ff")
-def _add_spread(
-    sums: Any, before: Any, after: Any, top_p: Any, mean: Any, first: Any, width: Any
-) -> Any:
-    total, rest = sums
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        value = exp(old - top_p) * exp_beyond_linear(old - new - mean)
-        value = select(value, 0.0, less(first + i * _LONG_THREADS, width))
-        total, rest = add_exactly(total, rest, value)
-    return total, rest
-
-
-@traced("ffffff")
-def _no_masses() -> Any:
-    return (0.0,) * 6
-
-
-@traced("ff")
-def _no_spread() -> Any:
-    return 0.0, 0.0
-
-
-@traced("f")
-def _quotient(a: Any, b: Any) -> Any:
-    return divide(a, b)
-
-
-@traced("f")
-def _kl(spread: Any, mean: Any, total_p: Any, total_q: Any, top_p: Any, top_q: Any) -> Any:
-    """ln(1 + spread), or for large ones the plain formula."""
-    plain = mean + (top_q - top_p) + log(divide(total_q, total_p))
-    return select(log_1p(spread), fmax(plain, 0.0), less_f32(spread, 0.5))
-
-
-def _divergence_kernel(before: Any, after: Any, out: Any, width: Any) -> None:
-    """With e = before - after and m its mean under p: KL = ln(1 + E_p[exp(m - e) - 1 + (e - m)]), a sum without cancellation."""
-    thread, place = thread_id(), wide(block_x()) * (width * 4)
-    shared = shared_base()
-    grid_dependency_launch()
-    grid_dependency_wait()
-    before += place
-    after += place
-    top_p, top_q = f32_of(0xFF7FFFFF), f32_of(0xFF7FFFFF)
-    for first in range(thread, width, _LONG_STRIDE):
-        top_p = _top_of(top_p, _load_long(before, first, width), first, width)
-        top_q = _top_of(top_q, _load_long(after, first, width), first, width)
-    top_p, top_q = _long_max(top_p, shared), _long_max(top_q, shared + 64)
-    sums = _no_masses()
-    for first in range(thread, width, _LONG_STRIDE):
-        old, new = _load_long(before, first, width), _load_long(after, first, width)
-        sums = _add_masses(sums, old, new, top_p, top_q, first, width)
-    total_p = _long_sum(_whole(sums[0], sums[1]), shared + 128)
-    total_q = _long_sum(_whole(sums[2], sums[3]), shared + 192)
-    mean = _quotient(_long_sum(_whole(sums[4], sums[5]), shared + 256), total_p)
-    spread = _no_spread()
-    for first in range(thread, width, _LONG_STRIDE):
-        old, new = _load_long(before, first, width), _load_long(after, first, width)
-        spread = _add_spread(spread, old, new, top_p, mean, first, width)
-    found = _quotient(_long_sum(_whole(spread[0], spread[1]), shared + 320), total_p)
-    kl = _kl(found, mean, total_p, total_q, top_p, top_q)
-    store_as_f64(out + block_x() * 8, kl, int(thread == 0))
-
-
-def divergence(before: Tensor, after: Tensor) -> Tensor:
-    """KL(softmax(before) || softmax(after)) of each row of logits fp32 (n, vocab), fp64 (n,) good to fp32."""
-    out = torch.empty(len(after), dtype=torch.float64, device=after.device)
-    launch(_divergence(), (len(after), 1), before, after, out, after.shape[1])
-    return out
-
-
-@cache
-def _divergence() -> Variant:
-    return Variant("divergence", _divergence_kernel, "lllr", _LONG_THREADS, shared_bytes=384)
-
-
 def variants() -> dict[str, Variant]:
     """Every kernel here and of the products, by name."""
-    found = (_norm(), _activate(), _prepare(), _embed(), _change(), _divergence())
-    return {variant.name: variant for variant in found} | product_variants()
+    found = (_norm(), _activate(), _prepare(), _embed())
+    return {variant.name: variant for variant in found} | product_variants() | exit_variants()

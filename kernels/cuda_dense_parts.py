@@ -16,7 +16,9 @@ from kernels.intrinsics import (
     fma,
     fmax,
     int_to_f32,
+    less,
     less_f32,
+    load_f32_if,
     load_shared_f32,
     log2,
     same,
@@ -137,6 +139,20 @@ def _max_of_warp(value: Any) -> Any:
     for mask in (1, 2, 4, 8, 16):
         value = fmax(value, shuffle_xor_f32(value, mask))
     return value
+
+
+def make_load(count: int, threads: int) -> Any:
+    """Loads `count` columns of a row for each of a block's threads."""
+
+    @traced("f" * count)
+    def load(row: Any, first: Any, width: Any) -> Any:
+        """Columns first, first + threads, ... of a row of float32, zeros beyond its end."""
+        return tuple(
+            load_f32_if(row + (first + i * threads) * 4, less(first + i * threads, width))
+            for i in range(count)
+        )
+
+    return load
 
 
 def make_block_sums(num_warps: int) -> tuple[Any, Any]:

@@ -19,10 +19,9 @@ from kernels.cuda_linear_parts import (
     GROUP_BYTES,
     RUN,
     SLICES,
-    Sliced,
-    make_sliced,
     make_stage_kernel,
 )
+from kernels.cuda_linear_sliced import Sliced, make_sliced
 from kernels.cuda_linear_tiled import Tiled, make_tiled
 from kernels.layout import Packed
 from kernels.runtime import launch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import cuda_linear, reference
 from kernels.cuda_linear import Packed, linear, linear_add, pack
-from kernels.cuda_linear_parts import Sliced
+from kernels.cuda_linear_sliced import Sliced
 from kernels.cuda_linear_tiled import Tiled
 
 KINDS = ["fp16", "bf16", "int8", "fp32"]
