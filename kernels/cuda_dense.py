@@ -62,8 +62,10 @@ __all__ = [
 
 _AT_ONCE = 4  # values of a thread that are loaded together
 _STRIDE = THREADS * _AT_ONCE
+_NORM_AT_ONCE = 8
+_NORM_STRIDE = THREADS * _NORM_AT_ONCE
+_load_normed = make_load(_NORM_AT_ONCE, THREADS)
 _block_sum, _ = make_block_sums(WARPS)
-_load_some = make_load(_AT_ONCE, THREADS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -97,40 +99,43 @@ def _scale(squares: Any, width: Any, eps: Any) -> Any:
 
 @traced()
 def _write_normed(
-    values: Any, mean: Any, scale: Any, weight: Any, bias: Any, y: Any, first: Any, width: Any,
+    values: Any, gains: Any, shifts: Any, mean: Any, scale: Any, y: Any, first: Any, width: Any,
     is_layer: Any,
 ) -> None:  # fmt: skip
-    for i, value in enumerate(values):
+    for i, (value, gain, shift) in enumerate(zip(values, gains, shifts, strict=True)):
         column = first + i * THREADS
-        is_there = less(column, width)
-        gain = load_f32_if(weight + column * 4, is_there)
-        shift = load_f32_if(bias + column * 4, is_there & is_layer)
         scaled = (value - mean) * scale
         plain, layer = scaled * gain, fma(scaled, gain, shift)
-        store_f32_if(y + column * 4, select(layer, plain, is_layer), is_there)
+        store_f32_if(y + column * 4, select(layer, plain, is_layer), less(column, width))
 
 
 def _norm_kernel(
     x: Any, weight: Any, bias: Any, y: Any, width: Any, is_layer: Any, eps: Any
 ) -> None:
     thread = thread_id()
+    rest = thread + _NORM_STRIDE  # up to here a row stays in registers
+    gains = _load_normed(weight, thread, width)
+    shifts = _load_normed(bias, thread, width * is_layer)
     grid_dependency_launch()
     grid_dependency_wait()
-    row = x + wide(block_x()) * (width * 4)
+    row, out = x + wide(block_x()) * (width * 4), y + wide(block_x()) * (width * 4)
+    values = _load_normed(row, thread, width)
     mean = int_to_f32(0)
     if is_layer:
-        total = int_to_f32(0)
-        for first in range(thread, width, _STRIDE):
-            total = _add_some(total, _load_some(row, first, width))
+        total = _add_some(int_to_f32(0), values)
+        for first in range(rest, width, _NORM_STRIDE):
+            total = _add_some(total, _load_normed(row, first, width))
         mean = _mean(_block_sum(total, shared_base()), width)
-    squares = int_to_f32(0)
-    for first in range(thread, width, _STRIDE):
-        squares = _add_squares(squares, _load_some(row, first, width), mean, first, width)
+    squares = _add_squares(int_to_f32(0), values, mean, thread, width)
+    for first in range(rest, width, _NORM_STRIDE):
+        squares = _add_squares(squares, _load_normed(row, first, width), mean, first, width)
     scale = _scale(_block_sum(squares, shared_base() + 32), width, eps)
-    out = y + wide(block_x()) * (width * 4)
-    for first in range(thread, width, _STRIDE):
-        values = _load_some(row, first, width)
-        _write_normed(values, mean, scale, weight, bias, out, first, width, is_layer)
+    _write_normed(values, gains, shifts, mean, scale, out, thread, width, is_layer)
+    for first in range(rest, width, _NORM_STRIDE):
+        values = _load_normed(row, first, width)
+        gains = _load_normed(weight, first, width)
+        shifts = _load_normed(bias, first, width * is_layer)
+        _write_normed(values, gains, shifts, mean, scale, out, first, width, is_layer)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
