@@ -264,6 +264,34 @@ def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
     assert torch.equal(keys, old_keys) and torch.equal(values, old_values), "others were written"
 
 
+def test_full_blocks_are_stored_in_4_bits_and_first_keys_kept() -> None:
+    dim = 32
+    cache, exact, _ = _int4_caches(dim)
+    packed = cache.stored.clone()
+    cache.stored.zero_()
+    assert cache.sinks is not None
+    kept = cache.sinks.clone()
+    cache.sinks.zero_()
+    block_tables = _ints([[[2, 0, 3, 1]]])
+    # block 0 ends here, block 1 is whole, block 2 is not full
+    positions = list(range(2, 140))
+    tiles = _tiles([0] * len(positions), positions, kind="int4")
+    launch(
+        prompt_rows.commit_tiles(dim, 1), (len(tiles.tiles), 1), *cache_arguments(cache, LAYER),
+        block_tables, cache.exact_tables, tiles.tiles, *block_tables.shape[1:],
+    )  # fmt: skip
+    for index in range(4):
+        block = int(block_tables[0, 0, index])
+        want = packed[block, LAYER] if index < 2 else torch.zeros_like(packed[0, 0])
+        assert torch.equal(cache.stored[block, LAYER], want)
+    assert not cache.stored[:, 0].any()
+    keys, values = (x.view(torch.half) for x in kept[0, LAYER, 0].split(8 * dim))
+    got_keys, got_values = (x.view(torch.half) for x in cache.sinks[0, LAYER, 0].split(8 * dim))
+    assert torch.equal(got_keys.view(4, dim)[2:], keys.view(4, dim)[2:])
+    assert torch.equal(got_values.view(dim, 4)[:, 2:], values.view(dim, 4)[:, 2:])
+    assert not got_keys.view(4, dim)[:2].any()
+
+
 def test_tiles_end_at_blocks_tables_and_sequences() -> None:
     slots = np.array([1, 1, 1, 0, 0, 0])
     tables = np.array([0, 0, 0, 0, 0, 1])
@@ -293,48 +321,43 @@ def test_a_count_whose_bits_differ_is_not_kept() -> None:
     assert prompt.keep_equal([(product, weight)], (8, 16, 32)) == (8, 32)
 
 
-def _model(spec: PromptSpec) -> list[PromptLayer]:
+def _layer(spec: PromptSpec) -> PromptLayer:
     make = torch.Generator().manual_seed(5)
 
     def matrix(n: int, k: int) -> Tensor:
         return (torch.randn(n, k, generator=make) / k**0.5).half()
 
+    def gain() -> Tensor:
+        return 1 + 0.1 * torch.randn(spec.d_model, generator=make)
+
     d, wide = spec.d_model, spec.num_heads * spec.head_dim
-    return [
-        PromptLayer(
-            matrix(spec.split.parts * spec.head_dim, d), matrix(d, wide), matrix(2 * spec.d_ff, d),
-            matrix(d, spec.d_ff), 1 + 0.1 * torch.randn(d, generator=make), 1 + 0.1 * torch.randn(d, generator=make),
-        )
-        for _ in range(LAYERS)
-    ]  # fmt: skip
+    qkv, o = matrix(spec.split.parts * spec.head_dim, d), matrix(d, wide)
+    return PromptLayer(qkv, o, matrix(2 * spec.d_ff, d), matrix(d, spec.d_ff), gain(), gain())
 
 
-def _plain_layers(spec: PromptSpec, layers: list[PromptLayer], x: Tensor, table: Tensor) -> Tensor:
+def _plain_layer(spec: PromptSpec, w: PromptLayer, x: Tensor, table: Tensor) -> Tensor:
     """One sequence from position 0 in float32."""
-    dim, group = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    dim, group, n = spec.head_dim, spec.num_heads // spec.num_kv_heads, len(x)
     heads = (spec.num_heads, spec.num_kv_heads, dim)
-    n = len(x)
-    for w in layers:
-        qkv = reference.norm(x, w.norm1, None, spec.norm_eps) @ w.qkv.float().t()
-        reference.prepare_qkv(
-            qkv, heads, None, None, 0.0, None, table.movedim(-1, 0), not spec.is_half_pairing, torch.arange(n)
-        )  # fmt: skip
-        q, k, v = (
-            part.unflatten(1, (-1, dim)).transpose(0, 1)
-            for part in qkv.split([h * dim for h in (heads[0], heads[1], heads[1])], 1)
-        )
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        scores = (q @ k.transpose(1, 2)) / dim**0.5
-        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
-        x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w.o.float().t()
-        gate_up = reference.norm(x, w.norm3, None, spec.norm_eps) @ w.gate_up.float().t()
-        x = x + reference.activate(gate_up, "silu_glu") @ w.down.float().t()
-    return x
+    qkv = reference.norm(x, w.norm1, None, spec.norm_eps) @ w.qkv.float().t()
+    reference.prepare_qkv(
+        qkv, heads, None, None, 0.0, None, table.movedim(-1, 0), not spec.is_half_pairing, torch.arange(n)
+    )  # fmt: skip
+    q, k, v = (
+        part.unflatten(1, (-1, dim)).transpose(0, 1)
+        for part in qkv.split([h * dim for h in (heads[0], heads[1], heads[1])], 1)
+    )
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = (q @ k.transpose(1, 2)) / dim**0.5
+    scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+    x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w.o.float().t()
+    gate_up = reference.norm(x, w.norm3, None, spec.norm_eps) @ w.gate_up.float().t()
+    return x + reference.activate(gate_up, "silu_glu") @ w.down.float().t()
 
 
-def test_layers_match_plain_pytorch_and_do_not_depend_on_chunks() -> None:
+def test_a_layer_matches_plain_pytorch_and_does_not_depend_on_chunks() -> None:
     spec = PromptSpec(64, 2, 1, 32, 48)
-    layers = _model(spec)
+    weights = _layer(spec)
     angles = torch.rand(200, 16) * 6
     table = torch.stack([angles.cos(), angles.sin()], -1)
     block_tables = _ints([[[3, 0]], [[1, 2]]])
@@ -344,11 +367,11 @@ def test_layers_match_plain_pytorch_and_do_not_depend_on_chunks() -> None:
     buckets = None
 
     def run(chunks: list[list[tuple[int, int, int]]]) -> Tensor:
-        """The states of slot 0 after all layers, for passes of (slot, first, end) spans."""
+        """The states of slot 0 after a layer, for passes of (slot, first, end) spans."""
         nonlocal buckets
         fresh = replace(cache, stored=torch.zeros_like(cache.stored))
         fresh.exact = fresh.stored
-        passing = PromptPass(spec, layers, fresh, block_tables, angles=table, buckets=buckets)
+        passing = PromptPass(spec, [weights], fresh, block_tables, angles=table, buckets=buckets)
         buckets = passing.buckets
         out = torch.empty_like(x)
         for spans in chunks:
@@ -356,15 +379,14 @@ def test_layers_match_plain_pytorch_and_do_not_depend_on_chunks() -> None:
             positions = [p for _, first, end in spans for p in range(first, end)]
             state = passing.new_state(len(slots))
             state[: len(slots)] = x[positions]
-            for index in range(LAYERS):
-                passing.layer(state, len(slots), index, _tiles(slots, positions))
+            passing.layer(state, len(slots), 0, _tiles(slots, positions), LAYER)
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
                 if slot == 0:
                     out[position] = state[row]
         return out
 
     whole = run([[(0, 0, 69)]])
-    want = _plain_layers(spec, layers, x, table)
+    want = _plain_layer(spec, weights, x, table)
     torch.testing.assert_close(whole, want, rtol=2e-2, atol=2e-2)
     cut = run([[(1, 0, 3), (0, 0, 64)], [(0, 64, 69), (1, 3, 5)]])
     assert torch.equal(whole, cut)
