@@ -55,8 +55,8 @@ def _source_digest(module: str) -> str:
         found.add(name)
         source = (folder / f"{name}.py").read_text()
         names |= set(re.findall(r"^ *from kernels\.(\w+) import", source, re.M))
-        for line in re.findall(r"^ *from kernels import (.+)$", source, re.M):
-            names |= {name.strip() for name in line.split(",")} - {"emulator"}
+        for some in re.findall(r"^ *from kernels import (\([^)]*\)|[\w, ]+)", source, re.M):
+            names |= set(re.findall(r"\w+", some)) - {"emulator"}
     for name in sorted(found):
         digest.update(name.encode() + (folder / f"{name}.py").read_bytes())
     return digest.hexdigest()
@@ -101,7 +101,7 @@ def compile_ptx(variant: Variant) -> str:
         ".address_size 64\n\n.extern .shared .align 1024 .b8 dynamic_shared[];\n",
         1,
     )
-    if "wgmma." in ptx or "setmaxnreg." in ptx:
+    if any(word in ptx for word in ("wgmma.", "setmaxnreg.", ".multicast::cluster")):
         # instructions of this very architecture, which no later one promises to have
         ptx = re.sub(r"^\.target sm_90$", ".target sm_90a", ptx, count=1, flags=re.M)
     return _with_launch_bound(ptx, variant)
