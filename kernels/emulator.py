@@ -228,6 +228,8 @@ class MemoryBarrier:
     def __init__(self, count: int) -> None:
         self.count = count
         self.phase = 0
+        # its own, so that a change wakes only those who wait here
+        self.lock = threading.Condition()
         self._pending = count
         self._num_bytes = 0
         self._copies: list[tuple[int, bytes]] = []
@@ -261,17 +263,18 @@ def mbarrier_init(address: int, count: int) -> None:
 
 
 def mbarrier_expect(address: int, num_bytes: int) -> None:
-    block = current().block
-    with block.lock:
-        block.mbarriers[address].arrive(num_bytes)
-        block.lock.notify_all()
+    barrier = current().block.mbarriers[address]
+    with barrier.lock:
+        barrier.arrive(num_bytes)
+        barrier.lock.notify_all()
 
 
 def mbarrier_arrive(address: int) -> None:
     block, offset = _at(address)
-    with block.lock:
-        block.mbarriers[offset].arrive()
-        block.lock.notify_all()
+    barrier = block.mbarriers[offset]
+    with barrier.lock:
+        barrier.arrive()
+        barrier.lock.notify_all()
 
 
 def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
@@ -301,16 +304,16 @@ def copy_wait(num_newest: int) -> None:
 def store_async(address: int, data: bytes, barrier: int) -> None:
     (block, offset), (told, bar) = _at(address), _at(barrier)
     assert block is told, "data and barrier lie in different blocks"
-    with block.lock:
-        block.mbarriers[bar].announce(offset, data)
-        block.lock.notify_all()
+    target = block.mbarriers[bar]
+    with target.lock:
+        target.announce(offset, data)
+        target.lock.notify_all()
 
 
 def mbarrier_wait(address: int, parity: int) -> None:
-    block = current().block
-    with block.lock:
-        barrier = block.mbarriers[address]
-        if not block.lock.wait_for(lambda: barrier.phase % 2 != parity, timeout=_WAIT_S):
+    barrier = current().block.mbarriers[address]
+    with barrier.lock:
+        if not barrier.lock.wait_for(lambda: barrier.phase % 2 != parity, timeout=_WAIT_S):
             raise TimeoutError(f"mbarrier {address}: parity {parity} never completed")
         for shared, data in barrier.landing:
             write_shared(shared, data)
