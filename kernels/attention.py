@@ -29,8 +29,8 @@ from kernels.attention_parts import (
     make_sink_values,
     make_slopes,
     make_softmax,
+    make_some_values,
     make_undo,
-    make_values,
     make_values_int4,
     make_write,
     make_zeros,
@@ -238,7 +238,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     query_bytes = group * dim * (4 if is_paged else 2)
     undo, load_query = make_undo(shape), make_load_query(shape, is_paged)
     scores, correct = make_scores(shape), make_correct(shape)
-    values = [make_values(shape, part) for part in range(parts // 2)]
+    values = [make_some_values(shape, part) for part in range(parts // 2)]
     values_0, values_1, values_2, values_3 = (values + values)[:4]
     softmax, softmax_masked = (make_softmax(shape, False, masked) for masked in (False, True))
     softmax_stored, softmax_stored_masked = (
@@ -253,17 +253,19 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     load_slopes, write = make_slopes(shape), make_write(launch)
 
     shift = warp_streams.bit_length() - 1
+    half, chunk_tiles, value_tiles = parts // 2, 8 // parts, chunk_bytes // 2048
+    tile_bytes = 32 * dim
 
     @device_function
     def fetch(
         stream: Any, ordinal: Any, part: Any, loads: Any, entries: Any, page: Any, used: Any, limit: Any,
-        first_stream: Any, own: Any, low: Any, table: Any, exact: Any, stored: Any, block_bytes: Any,
+        first_stream: Any, own: Any, own_tiles: Any, low: Any, table: Any, exact: Any, stored: Any, block_bytes: Any,
         ring: Any, bars: Any, lane: Any,
     ) -> Any:  # fmt: skip
         """Fill the ring with chunks of blocks before `limit`; (stream, ordinal, part) is the next chunk.
 
         `entries` holds a page of the table over the lanes: 32 blocks of the warp's streams. Blocks between the first
-        and block `low` are not seen.
+        and block `low` are not seen. Of the own block only the tiles of 16 positions are fetched that hold a key.
         """
         is_blocked = False
         while stream < warp_streams and loads < used + stages and not is_blocked:
@@ -284,21 +286,39 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         entries = load_i32(table + mine * 4)
                 in_page = ordinal & ((32 >> shift) - 1)
                 entry = shuffle_from(entries, (in_page << shift) + stream)
-                is_exact = has_own and block == own
-                if lane == 0:
-                    slot = remainder(loads, stages)
-                    num_bytes = chunk_bytes if is_exact else stored_bytes
-                    source = exact if is_exact else stored + wide(entry) * block_bytes
-                    mbarrier_expect(bars + slot * 8, num_bytes)
-                    bulk_copy(
-                        ring + slot * stage_bytes,
-                        source + part * num_bytes,
-                        num_bytes,
-                        bars + slot * 8,
-                    )
-                loads += 1
+                is_own = block == own
+                slot = remainder(loads, stages)
+                bar, target = bars + slot * 8, ring + slot * stage_bytes
+                num_bytes = stored_bytes
+                source = stored + wide(entry) * block_bytes
+                if is_own:
+                    num_bytes = chunk_bytes
+                    if has_own:
+                        source = exact
+                source += part * num_bytes
+                is_partial = is_own and own_tiles < 4
+                if not is_partial:
+                    if lane == 0:
+                        mbarrier_expect(bar, num_bytes)
+                        bulk_copy(target, source, num_bytes, bar)
+                    loads += 1
+                elif part < half:
+                    here = own_tiles - part * chunk_tiles
+                    if here > 0:
+                        if lane == 0:
+                            num_bytes = (here if here < chunk_tiles else chunk_tiles) * tile_bytes
+                            mbarrier_expect(bar, num_bytes)
+                            bulk_copy(target, source, num_bytes, bar)
+                        loads += 1
+                else:
+                    num_bytes = own_tiles * 512
+                    if lane == 0:
+                        mbarrier_expect(bar, value_tiles * num_bytes)
+                    if lane < value_tiles:
+                        bulk_copy(target + lane * 2048, source + lane * 2048, num_bytes, bar)
+                    loads += 1
                 part += 1
-                if part == (parts if is_exact else stored_parts):
+                if part == (parts if is_own else stored_parts):
                     part = 0
                     ordinal += 1
         return stream, ordinal, part, loads, entries, page
@@ -341,7 +361,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         if is_paged:
             grid_dependency_wait()
         position = load_i32(positions + row * 4)
-        own = position >> 6
+        own, own_tiles = position >> 6, ((position & 63) >> 4) + 1
         num_stable, table_row, this_map = 0, 0, -1
         if is_paged:
             table_row = load_i32(row_info + row * 4) * max_loops + load_i32(loop_of + row * 4)
@@ -381,7 +401,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         per_stream = (own + STREAMS - first_stream) >> 4
         per_stream = per_stream if per_stream > 0 else 0
         stream, ordinal, part, loads, entries, page = fetch(
-            0, 0, 0, 0, 0, -1, 0, num_stable, first_stream, own, low, table, exact, stored,
+            0, 0, 0, 0, 0, -1, 0, num_stable, first_stream, own, own_tiles, low, table, exact, stored,
             stored_block_bytes, ring, bars, lane,
         )  # fmt: skip
         if not is_paged:
@@ -390,7 +410,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         used = 0
         everything = 1 << 30
         stream, ordinal, part, loads, entries, page = fetch(
-            stream, ordinal, part, loads, entries, page, used, everything, first_stream, own, low, table,
+            stream, ordinal, part, loads, entries, page, used, everything, first_stream, own, own_tiles, low, table,
             exact, stored, stored_block_bytes, ring, bars, lane,
         )  # fmt: skip
         at = wide(unit_head) * query_bytes
@@ -416,7 +436,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
                             stream, ordinal, part, loads, entries, page, used, everything, first_stream,
-                            own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                            own, own_tiles, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
                         chunk = arrived(used, ring, bars)
                         if block == 0 and sink >= 0:
@@ -445,17 +465,23 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         used += 1
                         stream, ordinal, part, loads, entries, page = fetch(
                             stream, ordinal, part, loads, entries, page, used, everything, first_stream,
-                            own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
+                            own, own_tiles, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
                         )  # fmt: skip
                     else:
                         if is_int4:
                             total = undo(total)
                         shown, weights = no_scores(), no_weights()
+                        tiles = own_tiles if block == own else 4
                         for i in range(parts):
-                            at = arrived(used, ring, bars) + lane * 16
-                            if i < parts // 2:
-                                shown = scores(shown, at, query, i)
-                                if i == parts // 2 - 1:
+                            # a chunk of keys may have none
+                            is_here = i >= half or i * chunk_tiles < tiles
+                            at = base
+                            if is_here:
+                                at = arrived(used, ring, bars) + lane * 16
+                            if i < half:
+                                if is_here:
+                                    shown = scores(shown, at, query, i)
+                                if i == half - 1:
                                     if block == own or window < no_window:
                                         step = softmax_masked(
                                             shown, state, 0, block * 64, position, window, num_sinks,
@@ -469,20 +495,22 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                                     weights = step[0:8]
                                     state = step[8:14]
                                     total = correct(total, step[14], step[15])
-                            elif i == parts // 2:
-                                total = values_0(total, weights, at)
-                            elif i == parts // 2 + 1:
-                                total = values_1(total, weights, at)
-                            elif i == parts // 2 + 2:
-                                total = values_2(total, weights, at)
+                            elif i == half:
+                                total = values_0(total, weights, at, tiles)
+                            elif i == half + 1:
+                                total = values_1(total, weights, at, tiles)
+                            elif i == half + 2:
+                                total = values_2(total, weights, at, tiles)
                             else:
-                                total = values_3(total, weights, at)
-                            sync_warp()
-                            used += 1
-                            stream, ordinal, part, loads, entries, page = fetch(
-                                stream, ordinal, part, loads, entries, page, used, everything, first_stream,
-                                own, low, table, exact, stored, stored_block_bytes, ring, bars, lane,
-                            )  # fmt: skip
+                                total = values_3(total, weights, at, tiles)
+                            if is_here:
+                                sync_warp()
+                                used += 1
+                                stream, ordinal, part, loads, entries, page = fetch(
+                                    stream, ordinal, part, loads, entries, page, used, everything,
+                                    first_stream, own, own_tiles, low, table, exact, stored,
+                                    stored_block_bytes, ring, bars, lane,
+                                )  # fmt: skip
             if is_int4 and own & (STREAMS - 1) != first_stream + s:
                 total = undo(total)
             send(total, state, first_stream + s, results, lane, base + results_bar_at)

@@ -5,9 +5,10 @@ Straight-line device code of one warp; `attention.py` puts it together and says 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernels.device_code import traced
+from kernels.device_code import device_function, traced
 from kernels.fragments import packed_place
 from kernels.intrinsics import (
     exp2,
@@ -243,7 +244,8 @@ def make_sink_values(shape: AttentionShape) -> Any:
     return sink_values
 
 
-def make_values(shape: AttentionShape, part: int) -> Any:
+def make_values(shape: AttentionShape, part: int, steps: Sequence[int] = range(4)) -> Any:
+    """Of the dims in chunk `part` of the values; `steps`: which 16 positions."""
     tiles = shape.head_dim // 16
     count = 2 * tiles // shape.exact_parts
 
@@ -251,13 +253,33 @@ def make_values(shape: AttentionShape, part: int) -> Any:
     def values(out: Any, p: Any, chunk: Any) -> Any:
         """Add p.v for a chunk's dims (out was corrected before)."""
         new = [out[4 * tile : 4 * tile + 4] for tile in range(tiles)]
-        for step in range(4):
+        for step in steps:
             for tile in range(part * count, (part + 1) * count):
                 a = load_shared_128(chunk + ((tile - part * count) * 4 + step) * 512)
                 new[tile] = mma(*new[tile], *a, p[2 * step], p[2 * step + 1])
         return tuple(value for acc in new for value in acc)
 
     return values
+
+
+def make_some_values(shape: AttentionShape, part: int) -> Any:
+    """`make_values` for the first `tiles` times 16 positions: what lies after them is not read."""
+    values = make_values(shape, part)
+    values_0, values_1, values_2 = (make_values(shape, part, (i,)) for i in range(3))
+
+    @device_function
+    def some_values(out: Any, p: Any, chunk: Any, tiles: Any) -> Any:
+        if tiles == 4:
+            out = values(out, p, chunk)
+        else:
+            out = values_0(out, p, chunk)
+            if tiles > 1:
+                out = values_1(out, p, chunk)
+            if tiles > 2:
+                out = values_2(out, p, chunk)
+        return out
+
+    return some_values
 
 
 def make_values_int4(shape: AttentionShape) -> Any:
