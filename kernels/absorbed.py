@@ -495,7 +495,8 @@ def attention(name: str, launch: AbsorbedLaunch) -> Variant:
 
 def variants() -> dict[str, Variant]:
     """The kernels of the 1B reference model with learned positions, for a check of the compiler's work."""
-    from kernels import absorbed_products  # which needs the shapes above
+    # these need the shapes above
+    from kernels.absorbed_products import ProductLaunch, query, values
 
     found: dict[str, Variant] = {}
     target = ProductShape(1536, 1536, 4)
@@ -503,11 +504,11 @@ def variants() -> dict[str, Variant]:
         shape = AbsorbedShape(1536, 12, 12, 128, kind)
         for split in (8, 2):
             attend = AbsorbedLaunch(shape, split)
-            launch = absorbed_products.ProductLaunch(shape, 8 if split == 2 else 1)
+            launch = ProductLaunch(shape, 8 if split == 2 else 1)
             for variant in (
                 attention("absorbed", attend),
-                absorbed_products.query("absorbed_query", launch),
-                absorbed_products.values("absorbed_values", launch, attend, target),
+                query("absorbed_query", launch),
+                values("absorbed_values", launch, attend, target),
             ):
                 found[variant.name] = variant
     return found
