@@ -27,6 +27,11 @@ class Work:
     start: int
     end: int
 
+    @property
+    def reach(self) -> int:
+        """Places that the rows write to are below this."""
+        return self.end
+
     def rows(self) -> Rows:
         """One row per token, at its own position and place."""
         sequence = self.sequence

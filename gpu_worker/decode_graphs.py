@@ -148,14 +148,17 @@ class DecodeGraphs:
         self._run("step", self.bucket(count), num_passes)
 
     def _run(self, kind: str, bucket: int, num_passes: int) -> None:
-        stretch = self._stretch(kind, bucket, num_passes)
-        if not self._is_captured:
-            stretch()
-            return
+        if self._is_captured:
+            self.captured(kind, bucket, num_passes).replay()
+        else:
+            self._stretch(kind, bucket, num_passes)()
+
+    def captured(self, kind: str, bucket: int, num_passes: int) -> torch.cuda.CUDAGraph:
+        """The graph of a stretch, captured at its first use."""
         key = kind, bucket, num_passes
         if key not in self._graphs:
-            self._graphs[key] = self._capture(stretch)
-        self._graphs[key].replay()
+            self._graphs[key] = self._capture(self._stretch(kind, bucket, num_passes))
+        return self._graphs[key]
 
     def _capture(self, stretch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Captures a stretch, after a run on spare rows that loads its kernels; the buffers are left as they were."""

@@ -271,6 +271,8 @@ class Engine:
 
     def _find_blocks(self, works: list[Work]) -> list[Work]:
         """Extends the tables of the planned sequences, oldest first; who finds no room makes the youngest leave."""
+        if all(self.cache.covers(work.sequence.slot, work.reach) for work in works):
+            return works
         found: list[Work] = []
         for work in works:
             if work.sequence not in self._running:
@@ -349,8 +351,9 @@ class Engine:
             sequence = work.sequence
             sequence.num_computed = work.end
             sequence.core_loops += sequence.params.loops
-            self.cache.settle(sequence.slot, work.end)
-            self.cache.fold(sequence.slot, work.end)
+            if work.end % BLOCK_SIZE == 0:
+                self.cache.settle(sequence.slot, work.end)
+                self.cache.fold(sequence.slot, work.end)
         self._land()
         self._flight = flight
 

@@ -223,7 +223,8 @@ def attention_launch(
     shape, units = spec.attention, rows * spec.attention.units
     is_int4 = spec.kv_format == "int4"
     if units <= 30:
-        return AttentionLaunch(shape, 8, 2, 4, target, column_tiles), 1
+        cluster = 8 if spec.head_dim % 64 == 0 else 4
+        return AttentionLaunch(shape, cluster, 16 // cluster, 4, target, column_tiles), 1
     if units <= 132:
         return AttentionLaunch(shape, 1, 8, 3, target, column_tiles), 1
     if is_int4:

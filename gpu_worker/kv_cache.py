@@ -184,6 +184,10 @@ class KVCache:
         self._num_loops[slot] = 0
         self._free_slots.append(slot)
 
+    def covers(self, slot: int, num_positions: int) -> bool:
+        """Whether the slot's tables reach that far."""
+        return num_positions <= int(self._num_blocks[slot]) * BLOCK_SIZE
+
     def num_missing(self, slot: int, num_positions: int) -> int:
         """Blocks that `extend` to that many positions would take; more than there are if their exact copies have no room."""
         more = -(-num_positions // BLOCK_SIZE) - int(self._num_blocks[slot])

@@ -74,6 +74,9 @@ class PersistentRunner(DecodeRunner):
         self._pointers = table([weights.address(n) for n in (*names, "head", "norm")], torch.int64)
         self._barrier = torch.zeros(1, dtype=torch.int32, device=device)
         self._counters = torch.zeros(rows * shape.attention.units, dtype=torch.int32, device=device)
+        self.stamps = torch.zeros(
+            2 + 10 * spec.loops * spec.layers, num_blocks, dtype=torch.int64, device=device
+        )
         self._results = torch.zeros(persistent.results_size(shape.attention, rows), device=device)
 
     def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
@@ -88,6 +91,6 @@ class PersistentRunner(DecodeRunner):
             self.q.data_ptr(), self.cache.exact.data_ptr(), spec.exact_block_bytes, self.slots.data_ptr(),
             self.rope.data_ptr(), self.tables.data_ptr(), self.positions.data_ptr(),
             self.row_info.data_ptr(), self._results.data_ptr(), self.mixed.data_ptr(),
-            self.hidden.data_ptr(), self.logits.data_ptr(), self.rows, spec.loops, spec.loops,
+            self.hidden.data_ptr(), self.logits.data_ptr(), self.stamps.data_ptr(), self.rows, spec.loops, spec.loops,
             self._max_blocks, spec.norm_eps,
         )  # fmt: skip

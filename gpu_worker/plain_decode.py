@@ -64,7 +64,7 @@ class PlainDecode:
         sequences = [work.sequence for work in works]
         at_row = {} if before is None else {id(s): r for r, s in enumerate(before.sequences)}
         sources = np.array([at_row[id(s)] if s.pending else -1 for s in sequences], dtype=np.int32)
-        rows = Rows.join([_row(work) for work in works])
+        rows = _rows(works)
         graphs, count = self._graphs, len(works)
         graphs.load(rows, sources)
         graphs.set_choices(self._choices(sequences))
@@ -126,7 +126,18 @@ def _is_plain(work: Work, is_guessing: bool) -> bool:
     )
 
 
-def _row(work: Work) -> Rows:
-    """The row of a plain work; its token is 0 where only the device knows it."""
-    known = work.sequence.tokens[work.start : work.end]
-    return work.rows_at(known or [0], [work.start])
+def _rows(works: Ordered[Work]) -> Rows:
+    """One row per plain work; its token is 0 where only the device knows it."""
+    rows, sequences = Rows.empty(len(works)), [work.sequence for work in works]
+    rows.tokens[:] = [0 if s.pending else s.tokens[-1] for s in sequences]
+    rows.slots[:] = [s.slot for s in sequences]
+    rows.positions[:] = rows.places[:] = [work.start for work in works]
+    rows.last_loop[:] = [s.params.loops for s in sequences]
+    rows.windows[:] = [s.params.cache_window for s in sequences]
+    seeded = [
+        (i, s.params.init_seed) for i, s in enumerate(sequences) if s.params.init_seed is not None
+    ]
+    for i, seed in seeded:
+        rows.has_init_seed[i] = True
+        rows.init_seeds[i] = seed & (1 << 64) - 1
+    return rows

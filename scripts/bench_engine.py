@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_worker import artifact  # noqa: E402
 from gpu_worker.engine import Engine, EngineOptions  # noqa: E402
+from gpu_worker.graphed_model import GraphedModel  # noqa: E402
 from scheduler.messages import Params, Run, Tokens  # noqa: E402
 from scripts.make_toy_artifact import make  # noqa: E402
 
@@ -74,17 +75,17 @@ def measure(engine: Engine, runs: list[Run]) -> dict[str, float]:
     }
 
 
-def device_ms(engine: Engine, repeats: int = 20) -> float:
-    """A plain step on the device alone: its last graph, replayed."""
-    graphs = getattr(engine.model, "graphs", None)
-    steps = [graph for key, graph in graphs._graphs.items() if key[0] == "step"] if graphs else []
-    if not steps:
+def device_ms(engine: Engine, rows: int, loops: int, repeats: int = 20) -> float:
+    """A plain step on the device alone: its graph, replayed on the last step's rows."""
+    if not isinstance(engine.model, GraphedModel) or engine.model.graphs is None:
         return float("nan")
+    graphs = engine.model.graphs
+    step = graphs.captured("step", graphs.bucket(rows), loops)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    steps[-1].replay()
+    step.replay()
     start.record()
     for _ in range(repeats):
-        steps[-1].replay()
+        step.replay()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
@@ -137,7 +138,7 @@ def main() -> None:
         runs = make_runs(engine, count, options.context, options.tokens, [default])
         measure(engine, make_runs(engine, count, 64, 6, [default]))
         found = measure(engine, runs)
-        found["device_ms"] = device_ms(engine)
+        found["device_ms"] = device_ms(engine, count, default)
         found["idle_percent"] = 100 * (1 - found["device_ms"] / found["step_ms"])
         note(f"{count} rows, context {options.context}", found)
     if 64 in rows and default >= 8:
