@@ -29,7 +29,7 @@ from kernels.intrinsics import (
     grid_x,
     int_to_f32,
     load_i32,
-    mbarrier_arrive_cluster,
+    mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
@@ -179,7 +179,7 @@ def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
         sync_warp()
         if lane == 0:
             bars = base + bars_at + remainder(index, stages) * _STAGE_BARS + 16
-            mbarrier_arrive_cluster(bars + part * 8)
+            mbarrier_arrive(bars + part * 8)
 
     @device_function
     def pass_by(base: Any, first: Any, end: Any, lane: Any) -> None:

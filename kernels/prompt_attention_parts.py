@@ -6,6 +6,7 @@ g and g + 8, of every 8 columns of a product 2t and 2t + 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kernels.device_code import traced
@@ -52,6 +53,17 @@ def make_load_query(shape: PromptAttentionShape) -> Any:
     return load_query
 
 
+def _in_pairs(values: list[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """All values joined, each pair first, then the pairs of pairs: short chains."""
+    while len(values) > 1:
+        values = [join(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return a + b
+
+
 def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
     @traced("r" * 16 + "f" * 6)
     def softmax(
@@ -83,18 +95,13 @@ def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
                     rows[high].append(score)
         fixes, weights = [], []
         for high in range(2):
-            top = rows[high][0]
-            for score in rows[high][1:]:
-                top = fmax(top, score)
+            top = _in_pairs(rows[high], fmax)
             for mask in (1, 2):
                 top = fmax(top, shuffle_xor_f32(top, mask))
             top = fmax(tops[high], top)
             fix = exp2(tops[high] - top)
             shares = [exp2(score - top) for score in rows[high]]
-            total = sums[high] * fix
-            for share in shares:
-                total = total + share
-            tops[high], sums[high] = top, total
+            tops[high], sums[high] = top, fma(sums[high], fix, _in_pairs(shares, _plus))
             fixes.append(fix)
             weights.append(shares)
         regs = []

@@ -54,11 +54,12 @@ def _chain(
     n: int, out: int, a: int, b: int, steps: int, matrix_bytes: int, is_added: bool
 ) -> list[str]:
     """Instructions of out (+)= A B over `steps` x 16 columns; operands by number, B's matrices of 32 columns apart by bytes."""
-    lines = []
+    lines = [f"mov.b64 {{low, high}}, ${b};"]
     for step in range(steps):
         ahead = (step // 2) * matrix_bytes // 16 + step % 2 * 2
         lines += [
-            f"add.s64 d, ${b}, {ahead};",
+            f"add.u32 place, low, {ahead};",
+            "mov.b64 d, {place, high};",
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {_registers(out, n // 2)}, "
             f"{_registers(a + 4 * step, 4)}, d, {'on' if is_added or step else 'off'}, 1, 1, 0;",
         ]
@@ -67,7 +68,7 @@ def _chain(
 
 def _text(*lines: str) -> str:
     # the predicates say whether a product is added to what is there
-    begin = "{.reg .pred on, off; .reg .b64 d; setp.eq.s32 on, 0, 0; setp.ne.s32 off, 0, 0;"
+    begin = "{.reg .pred on, off; .reg .b64 d; .reg .b32 low, high, place; setp.eq.s32 on, 0, 0; setp.ne.s32 off, 0, 0;"
     return " ".join([begin, *lines, "}"])
 
 
