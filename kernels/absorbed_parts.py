@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.device_code import traced
 from kernels.intrinsics import (
+    bits_of,
     byte_permute,
     copy_async_16,
     copy_async_16_if,
@@ -36,7 +37,6 @@ from kernels.intrinsics import (
     reciprocal,
     select,
     select_int,
-    shuffle_xor_f32,
     smaller,
     store_32_if,
     store_f32x2_if,
@@ -46,6 +46,7 @@ from kernels.intrinsics import (
     store_shared_f32x2_if,
     sum_of_warp,
     unpack_half2,
+    warp_max,
     wide,
 )
 from kernels.layout import NUM_SINKS
@@ -62,6 +63,7 @@ PIECE = 16  # positions of a piece of an exact block, which fills a stage as 64 
 SCORE_ROW = 68  # floats from head to head of a group's scores: stores of a warp meet no bank twice
 _NEVER = -1.0e30  # the score of a masked position: finite, so that an empty chain joins as nothing
 
+_SIGN = 1 << 31
 _LOW, _HIGH = 0x000F000F, 0x00F000F0
 # A code n goes to the matrix unit as the subnormal half n / 2^24 or (of the high four bits) n / 2^20.
 _UNDO = (float(1 << 24), float(1 << 20))
@@ -272,6 +274,13 @@ def make_slopes(shape: AbsorbedShape) -> Any:
     return load_slopes
 
 
+def _largest(x: Any) -> Any:
+    """The maximum over the warp, by way of integers in the same order (one instruction instead of five shuffles)."""
+    bits = bits_of(x)
+    ordered = warp_max(bits ^ ((0 - (bits >> 31)) | _SIGN))
+    return f32_of(ordered ^ (((ordered >> 31) - 1) | _SIGN))
+
+
 def make_softmax(shape: AbsorbedShape) -> Any:
     columns, groups = shape.columns, shape.groups
 
@@ -304,9 +313,7 @@ def make_softmax(shape: AbsorbedShape) -> Any:
                 is_seen = less(low - 1, key) & less(key, high)
                 is_seen = is_seen & (less(position - window, key) | less(key, NUM_SINKS))
                 scores[odd] = select(scores[odd], int_to_f32(0) + _NEVER, is_seen)
-            top = fmax(scores[0], scores[1])
-            for mask in (1, 2, 4, 8, 16):
-                top = fmax(top, shuffle_xor_f32(top, mask))
+            top = _largest(fmax(scores[0], scores[1]))
             new_top = fmax(state[2 * i], top)
             fix = exp2(state[2 * i] - new_top)
             p = [exp2(score - new_top) for score in scores]
