@@ -87,7 +87,7 @@ def _make_nothing(count: int) -> Any:
 def _make_kernel(shape: Shape) -> Any:
     has_keys, has_copies, is_int4 = shape.has_keys, shape.has_scales, shape.is_int4
     n, dim, num_warps = shape.queries, shape.dim, shape.num_warps
-    num_threads, streams, far = 32 * num_warps, STREAMS, _FAR
+    streams, far = STREAMS, _FAR
     key_bytes, value_bytes, scale_bytes = shape.key_bytes, shape.value_bytes, shape.scale_bytes
     exact_bytes, sink_bytes = 128 * dim, 8 * dim
     scores_at, turn_bytes, weights_at = shape.scores_at, shape.turn_bytes, shape.weights_at
@@ -106,8 +106,8 @@ def _make_kernel(shape: Shape) -> Any:
     num_rows, row_heads = shape.rows, shape.heads
     together, load_rows = make_together(shape), make_load_rows(shape)
     positions_of, hidden_of = make_positions(shape), make_hidden(shape)
-    store_query, query_sums = (
-        cuda_attend_pairs.make_store_query(shape),
+    stage_queries, query_sums = (
+        cuda_attend_pairs.make_stage_queries(shape),
         cuda_attend_pairs.make_query_sums(shape),
     )
     key_offset, exact_key_offset = (
@@ -150,33 +150,36 @@ def _make_kernel(shape: Shape) -> Any:
         near_exact_values: Any, slots: Any, tables: Any, positions: Any, windows: Any, row_map: Any, map_base: Any, maps: Any,
         block_tables: Any, slopes: Any, out: Any, parts: Any, part_totals: Any, q_width: Any, layer: Any, layers: Any, heads: Any,
         group: Any, subs: Any, num_tables: Any, max_blocks: Any, exact_num_tables: Any, exact_max_blocks: Any, map_width: Any,
-        near_blocks: Any, splits: Any, row_count: Any, scale: Any,
+        near_blocks: Any, split_shift: Any, row_count: Any, scale: Any,
     ) -> None:  # fmt: skip
         lane, warp, base = thread_id() & 31, thread_id() >> 5, shared_base()
-        unit, split = quotient(block_x(), splits), remainder(block_x(), splits)
-        row_group, within = quotient(unit, heads * subs), remainder(unit, heads * subs)
-        head, first_query = quotient(within, subs), remainder(within, subs) * row_heads
-        num_here = (
-            group - first_query
-        )  # heads from here on; those over row_heads are another block's
+        row_group, split = block_x() >> split_shift, block_x() & ((1 << split_shift) - 1)
+        head, first_query = quotient(block_y(), subs), remainder(block_y(), subs) * row_heads
+        # heads from here on; those over row_heads are another block's
+        num_here = group - first_query
         query_head, num_heads = head * group + first_query, heads * group
         grid_dependency_launch()
         grid_dependency_wait()
-        per_split = quotient(streams, splits)
+        per_split = streams >> split_shift
         first_stream = split * per_split
         first_row = row_group * num_rows
         count = smaller(num_rows, row_count - first_row)
         active = together(slots, tables, positions, row_map, first_row, count)
         turn = 0
         for row in range(first_row, first_row + count, active):
+            # what does not depend on each other is asked for first
             rows_here = load_rows(positions, windows, row, active)
+            slot, which_table = load_i32(slots + row * 4), load_i32(tables + row * 4)
+            which_map, first_mapped = load_i32(row_map + row * 4), load_i32(map_base + row * 4)
+            row_q = q + wide(row * q_width + query_head * dim) * 4
+            if has_keys:
+                stage_queries(base, row_q, q_width, num_here, active, scale, thread_id())
+            else:
+                query = load_query(row_q, num_here, scale, warp, lane)
             row_positions, row_hidden = positions_of(rows_here), hidden_of(rows_here)
             position, hidden = greatest(row_positions), least(row_hidden)
             own = position >> 6
-            if first_stream > own and splits > 1:
-                continue
-            slot, which_table = load_i32(slots + row * 4), load_i32(tables + row * 4)
-            which_map = load_i32(row_map + row * 4)
+            mapped_from = first_mapped >> 6 if which_map >= 0 else far
             table = block_tables + wide((slot * num_tables + which_table) * max_blocks) * 4
             mapped_from = far
             if which_map >= 0:
@@ -197,7 +200,6 @@ def _make_kernel(shape: Shape) -> Any:
             slope = no_slopes()
             if slopes != 0:
                 slope = load_slopes(slopes + query_head * 4, num_here)
-            row_q = q + wide(row * q_width + query_head * dim) * 4
             sums, sums_of_four = (
                 base + sums_at + thread_id() * 4,
                 base + sums_at + level_bytes + thread_id() * 4,
@@ -205,17 +207,10 @@ def _make_kernel(shape: Shape) -> Any:
             weights = base + weights_at + warp * warp_weights
             query_total = no_sums()
             if has_keys:
-                for i in range(thread_id(), n * dim, num_threads):
-                    which, d = quotient(i, dim), remainder(i, dim)
-                    r, h = quotient(which, row_heads), remainder(which, row_heads)
-                    query_at = row_q + wide(r * q_width + h * dim + d) * 4
-                    store_query(base, which, d, query_at, h < num_here and r < active, scale)
                 sync_block()
                 if is_int4:
                     query_total = query_sums(base, lane)
                 my_queries = base + warp * warp_queries + (lane >> 3) * lane_queries
-            else:
-                query = load_query(row_q, num_here, scale, warp, lane)
             reset(sums)
             for stream in range(first_stream, first_stream + per_split):
                 if stream & 3 == 0:
@@ -344,7 +339,7 @@ def _make_kernel(shape: Shape) -> Any:
                         entry = following
                         block += streams
                     results = finish(total, state, lane)
-                    if splits == streams:
+                    if per_split == 1:
                         at = (row * num_heads + query_head) * streams + stream
                         put(
                             results, parts, part_totals, at, streams, first_dim(warp, lane), num_heads, num_here, active
@@ -352,14 +347,14 @@ def _make_kernel(shape: Shape) -> Any:
                     else:
                         fold(sums_of_four, results)
                 if stream & 3 == 3:
-                    if splits == 4:
+                    if per_split == 4:
                         at = (row * num_heads + query_head) * 4 + split
                         put(
                             read(sums_of_four), parts, part_totals, at, 4, first_dim(warp, lane), num_heads, num_here, active
                         )  # fmt: skip
-                    elif splits == 1:
+                    elif split_shift == 0:
                         fold(sums, read(sums_of_four))
-            if splits == 1:
+            if split_shift == 0:
                 at = (row * num_heads + query_head) * dim + first_dim(warp, lane)
                 write(read(sums), out, at, num_heads, num_here, active)
 
@@ -373,11 +368,11 @@ def attend(shape: Shape) -> Variant:
     of a `CutCache` (for keys and values in float32 of a `PagedCache`); the same of the blocks that rows read through maps, as
     `cuda_read.gather` lays them out; the fields of a `Paging`; slopes float32 (query heads) or 0; out float32 (rows, query heads, dim);
     parts float32 (rows, query heads, splits, dim) and part_totals float32 (rows, query heads, splits, 2), written instead of `out`
-    if splits > 1. Then counts: floats of a row of q; the layer; layers and heads of the cache; query heads per cache head, and how many
+    if that is not 1. Then counts: floats of a row of q; the layer; layers and heads of the cache; query heads per cache head, and how many
     blocks of threads share them; tables per slot and blocks per table, the same of exact_tables; places per map; mapped
-    blocks per row; into how many blocks of threads the 16 streams are split; rows. Last the scale of the scores.
+    blocks per row; the logarithm of the number of blocks of threads that share the 16 streams (0, 2 or 4); rows. Last the scale of the scores.
 
-    Its grid is (rows / rows of the shape, rounded up, * heads * subs * splits, 1).
+    Its grid is (rows / rows of the shape, rounded up, * splits, heads * subs).
     """
     name = f"attend_{'' if shape.has_keys else 'h_'}{shape.kind}_{shape.dim}_{shape.rows}x{shape.heads}"
     args = "l" * 27 + "r" * 14 + "f"
@@ -401,14 +396,15 @@ def _make_merge_kernel(num_parts: int) -> Any:
     ) -> None:
         grid_dependency_launch()
         grid_dependency_wait()
-        d = block_y() * threads + thread_id()
-        own = load_i32(positions + quotient(block_x(), num_heads) * 4) >> 6
-        if d < dim:
-            first = wide(block_x()) * num_parts
+        i = block_x() * threads + thread_id()
+        own = load_i32(positions + block_y() * 4) >> 6
+        if i < num_heads * dim:
+            d, row_head = remainder(i, dim), block_y() * num_heads + quotient(i, dim)
+            first = wide(row_head) * num_parts
             value, total = add(
                 parts + (first * dim + d) * 4, dim * 4, part_totals + first * 8, (own >> shift) + 1
             )
-            store_f32(out + (wide(block_x()) * dim + d) * 4, average(value, total))
+            store_f32(out + (wide(row_head) * dim + d) * 4, average(value, total))
 
     return kernel
 
@@ -416,7 +412,7 @@ def _make_merge_kernel(num_parts: int) -> Any:
 def merge(num_parts: int) -> Variant:
     """Adds up what `attend` left in parts.
 
-    Kernel arguments: parts, part_totals, positions and out as there; query heads; dim. Its grid is (rows * query heads, dim / 128 rounded up).
+    Kernel arguments: parts, part_totals, positions and out as there; query heads; dim. Its grid is (query heads * dim / 128 rounded up, rows).
     """
     return Variant(
         f"attend_merge_{num_parts}", _make_merge_kernel(num_parts), "llllrr", MERGE_THREADS, constants=(num_parts,)

@@ -37,7 +37,6 @@ from kernels.intrinsics import (
     select_int,
     shuffle_xor_f32,
     smaller,
-    store_shared_f32,
     store_shared_f32_if,
     store_shared_f32x2,
     unpack_half2,
@@ -64,27 +63,38 @@ def _signed_bytes(word: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------------------- queries
 
 
-def make_store_query(shape: Shape) -> Any:
-    """Puts one number of a query where the lanes that multiply it find it."""
+def make_stage_queries(shape: Shape) -> Any:
+    """Puts the queries' numbers where the lanes that multiply them find them."""
     n, width = shape.queries, shape.slice_dim // shape.nibbles  # stored lines of a warp
-    half = shape.dim // 2
+    half, threads = shape.dim // 2, 32 * shape.num_warps
 
     @traced()
-    def store_query(
-        queries: Any, query: Any, d: Any, address: Any, condition: Any, scale: Any
+    def stage_queries(
+        queries: Any, q: Any, q_width: Any, num_heads: Any, num_rows: Any, scale: Any, thread: Any
     ) -> None:
-        x = load_f32_if(address, condition) * scale * _LOG2E
-        at, nibble = d, 0
-        if shape.is_int4:
-            nibble = 1 - less(d, half)
-            at = d - nibble * half
-            x = x * select(0.0625, 1.0, nibble)
-        warp, line = quotient(at, width), remainder(at, width)
-        where = (warp * 4 + (line & 3)) * shape.query_stride
-        where = where + (quotient(line, 4) * shape.nibbles + nibble) * n + query
-        store_shared_f32(queries + where * 4, x)
+        """q: the first row's first head. Queries beyond `num_heads` of a row, or `num_rows`, are 0."""
+        turns = -(-n * shape.slice_dim // 32)
+        found = []
+        for turn in range(turns):
+            i = thread + turn * threads
+            query, d = quotient(i, shape.dim), remainder(i, shape.dim)
+            row, head = quotient(query, shape.heads), remainder(query, shape.heads)
+            is_there = less(head, num_heads) & less(row, num_rows)
+            x = load_f32_if(q + wide(row * q_width + head * shape.dim + d) * 4, is_there)
+            found.append((query, d, x))
+        for query, d, x in found:
+            x = x * scale * _LOG2E
+            at, nibble = d, 0
+            if shape.is_int4:
+                nibble = 1 - less(d, half)
+                at = d - nibble * half
+                x = x * select(0.0625, 1.0, nibble)
+            warp, line = quotient(at, width), remainder(at, width)
+            where = (warp * 4 + (line & 3)) * shape.query_stride
+            where = where + (quotient(line, 4) * shape.nibbles + nibble) * n + query
+            store_shared_f32_if(queries + where * 4, x, less(query, n))
 
-    return store_query
+    return stage_queries
 
 
 def make_query_sums(shape: Shape) -> Any:

@@ -17,8 +17,8 @@ from kernels.intrinsics import (
     fmax,
     less,
     less_f32,
-    load_f32_if,
-    load_f32x2_if,
+    load_f32,
+    load_f32x2,
     load_shared_f32,
     quotient,
     select,
@@ -131,16 +131,17 @@ def nibble_dim(byte: Any, half: int) -> Any:
 
 
 def make_merge(num_parts: int) -> Any:
-    """(value, sum) of one dim out of `num_parts` parts of a row's result; parts from `count` on are empty."""
+    """(value, sum) of one dim out of `num_parts` parts of a row's result; parts from `count` on hold anything."""
 
     @traced("ff")
     def merge(values: Any, stride: Any, totals: Any, count: Any) -> Any:
         parts = []
         for i in range(num_parts):
             is_there = less(i, count)
-            top, total = load_f32x2_if(totals + i * 8, is_there)
-            value = load_f32_if(values + i * stride, is_there)
-            parts.append([value, select(top, MASKED, is_there), total])
+            top, total = load_f32x2(totals + i * 8)
+            found = [load_f32(values + i * stride), top, total]
+            nothing = [0.0, MASKED, 0.0]
+            parts.append([select(x, y, is_there) for x, y in zip(found, nothing, strict=True)])
         size = num_parts // 4
         sums = [0.0, MASKED, 0.0]
         for first in range(0, num_parts, size):

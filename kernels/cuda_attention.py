@@ -15,14 +15,15 @@ from torch import Tensor
 from kernels import cuda_attend, cuda_read, cuda_store
 from kernels.compiler import Variant
 from kernels.cuda_attend import MERGE_THREADS
-from kernels.cuda_attend_parts import SPLITS, STREAMS, Shape
+from kernels.cuda_attend_parts import SPLITS, Shape
 from kernels.layout import BLOCK_SIZE, CutCache, PagedCache, Paging
 from kernels.runtime import launch
 
 Heads = tuple[int, int, int]
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-_WANTED_BLOCKS = 512  # of threads, before the streams of a row stay together
+_MANY_BLOCKS = 2048  # of threads: the device is evenly full without splitting the streams of a row
+_FEW_BLOCKS = 384  # by fours they leave it empty
 _store = remembered(cuda_store.store)
 _gather = remembered(cuda_read.gather)
 _read = remembered(cuda_read.read)
@@ -106,15 +107,15 @@ def attention(
         totals = torch.empty(rows, num_heads, splits, 2, device=qkv.device)
     mapped, num_mapped = _mapped(tensors, rows, num_kv, dim, layer, paging)
     launch(
-        _attend(shape), (-(-rows // together) * num_kv * subs * splits, 1),
+        _attend(shape), (-(-rows // together) * splits, num_kv * subs),
         qkv, *tensors.stored, *tensors.exact, *tensors.sinks, *mapped, paging.slots, paging.tables, paging.positions, paging.windows,
         paging.row_map, paging.map_base, paging.maps, paging.block_tables, slopes, out, parts, totals, qkv.shape[1], layer,
         tensors.layers, num_kv, group, subs, *paging.block_tables.shape[1:], *tensors.exact_shape, paging.maps.shape[1], num_mapped,
-        splits, rows, 1 / math.sqrt(dim) if scale is None else scale,
+        splits.bit_length() - 1, rows, 1 / math.sqrt(dim) if scale is None else scale,
     )  # fmt: skip
     if splits > 1:
         launch(
-            _merge(splits), (rows * num_heads, -(-dim // MERGE_THREADS)),
+            _merge(splits), (-(-num_heads * dim // MERGE_THREADS), rows),
             parts, totals, paging.positions, out, num_heads, dim,
         )  # fmt: skip
     return out
@@ -125,11 +126,11 @@ def plan(rows: int, num_kv: int, group: int, has_keys: bool) -> tuple[int, int, 
 
     None of them changes a bit of the result. More than 64 rows are taken for those of prompts, which read the same keys.
     """
-    most = 1 if not has_keys and rows * num_kv * STREAMS < _WANTED_BLOCKS else 4
+    most = 2 if not has_keys and rows <= 2 else 4
     heads = -(-group // -(-group // most))
     together = 4 // heads if has_keys and rows > 64 else 1
     blocks = -(-rows // together) * num_kv * -(-group // heads)
-    splits = next(n for n in SPLITS if blocks * n >= _WANTED_BLOCKS or n == SPLITS[-1])
+    splits = 1 if blocks >= _MANY_BLOCKS else 4 if 4 * blocks >= _FEW_BLOCKS else 16
     return heads * together, together, splits
 
 
@@ -192,6 +193,6 @@ def variants() -> dict[str, Variant]:
     for kind in ("fp16", "int4"):
         found += [_store(kind, False), _gather(kind, False)]
         group = 128 if kind == "int4" else 0
-        found += [_attend(Shape(kind, 1536, queries, False, group)) for queries in (1, 4)]
+        found += [_attend(Shape(kind, 1536, queries, False, group)) for queries in (2, 4)]
         found.append(_attend(Shape(kind, 48, 4, False, 24 if kind == "int4" else 0)))
     return {variant.name: variant for variant in found}
