@@ -85,42 +85,10 @@ def launches_to_try(
     """Other launch shapes worth a measurement, by name (`scripts/gpu_check.py --try`)."""
     shapes, tiles = product_shapes(spec), column_tiles_for(rows)
     names = ("qkv", "o", "gate_up", "down")
-    best = {name: wide_launch(shapes[name], tiles) for name in names}
-    head = head_launch(shapes["head"], tiles, rows)
-
-    def all_with(**changes: Any) -> dict[str, Launch | WideLaunch | AttentionLaunch]:
-        return {name: replace(launch, **changes) for name, launch in best.items()}
-
-    def of(name: str, **changes: Any) -> dict[str, Launch | WideLaunch | AttentionLaunch]:
-        return {name: _deepest(replace(best[name], stages=1, **changes), _BLOCK_BYTES)}
-
-    found: dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]]
+    found: dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]] = {}
     if tiles == 1:
-        found = {f"{name} wide": of(name) for name in names}
-        found |= {"all wide": all_with(), "all wide, no L2 prefetch": all_with(is_prefetched=False)}
+        found["all wide"] = {name: wide_launch(shapes[name], tiles) for name in names}
         found["head wide"] = {"head": wide_head(shapes["head"], 1)}
-    else:
-        found = {
-            "no L2 prefetch": all_with(is_prefetched=False),
-            "x shared by 2": all_with(shares=2),
-        }
-    if tiles == 8:
-        found |= {
-            "gate_up, 8 warps": of("gate_up", warps=4),
-            "gate_up, x shared by 2": of("gate_up", shares=2),
-            "qkv, x shared by 2": of("qkv", shares=2),
-            "qkv, 4 tiles": of("qkv", tiles=4),
-            "o, x shared by 2": of("o", shares=2),
-            "o, x shared by 4": of("o", shares=4),
-            "o, 4 tiles": of("o", tiles=4),
-            "o, 8 warps": of("o", column_warps=8),
-            "down, x shared by 2": of("down", shares=2),
-            "down, 8 warps": of("down", column_warps=4),
-            "gate_up, deep ring": {"gate_up": _deepest(best["gate_up"], _SM_BYTES)},
-        }
-        assert isinstance(head, WideLaunch)
-        found["head, 8 warps"] = {"head": replace(head, warps=4)}
-        found["head, no L2 prefetch"] = {"head": replace(head, is_prefetched=False)}
     return found
 
 
@@ -162,19 +130,22 @@ def wide_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
 
 
 def _wide_warps(tiles: int, column_tiles: int, parts: int) -> tuple[int, int]:
-    """Over how many warps the tiles and the columns are spread: about 4 in all, with the least shared memory traffic."""
+    """Over how many warps the tiles and the columns are spread: about 8 in all, with the least shared memory traffic."""
     ways = [
         (warps, column_warps)
         for warps in range(1, tiles + 1)
         for column_warps in (1, 2, 4, 8)
         if tiles % warps == 0
         and column_tiles % column_warps == 0
-        and tiles * column_tiles // (warps * column_warps) % parts == 0
+        and (
+            tiles * column_tiles // (warps * column_warps) % parts == 0
+            or tiles * column_tiles == warps * column_warps
+        )
     ]
     return min(
         ways,
         key=lambda way: (
-            abs(way[0] * way[1] - 4),
+            abs(way[0] * way[1] - 8),
             way[0] / tiles + 2 * way[1] / column_tiles,
         ),
     )

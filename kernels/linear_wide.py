@@ -3,7 +3,7 @@
 Adds the same chains of `mma.sync` in the same order as the few-row kernel in `linear.py`, so a row's bits are the same in
 both: a block runs the GROUP neighbouring chains of its part of K one after the other and adds each to the sum in its
 registers, and only the sums of the parts cross the cluster. One warp feeds the ring: weights before the kernel in
-front has ended, and what finds no room yet into the L2 cache; x after it. One warp works out the rows' factors. The
+front has ended, x after it. One warp works out the rows' factors. The
 others multiply, swap sums with the warp of the same number in each block of the cluster, and finish what they own.
 """
 
@@ -36,7 +36,6 @@ from kernels.intrinsics import (
     mbarrier_init_fence,
     mbarrier_wait,
     mma,
-    prefetch_l2,
     quotient,
     remainder,
     same,
@@ -72,7 +71,6 @@ class WideLaunch:
     shares: int = 1
     is_x_kept: bool = False
     max_clusters: int = 1 << 20
-    is_prefetched: bool = True
 
     @property
     def parts(self) -> int:
@@ -115,9 +113,14 @@ class WideLaunch:
         return self.column_tiles // self.column_warps
 
     @property
+    def is_single(self) -> bool:
+        """Whether a warp makes one product of a tile and a column tile, which one part finishes: number warp % parts."""
+        return self.warp_tiles * self.warp_columns == 1
+
+    @property
     def owned(self) -> int:
         """Products of a tile and a column tile that a warp finishes."""
-        return self.warp_tiles * self.warp_columns // self.parts
+        return 1 if self.is_single else self.warp_tiles * self.warp_columns // self.parts
 
     @property
     def block_steps(self) -> int:
@@ -163,7 +166,7 @@ def _check(launch: WideLaunch) -> None:
     shape = launch.shape
     if launch.tiles % launch.warps or launch.column_tiles % launch.column_warps:
         raise ValueError(f"{launch} does not divide over its warps")
-    if launch.warp_tiles * launch.warp_columns % launch.parts:
+    if launch.warp_tiles * launch.warp_columns % launch.parts and not launch.is_single:
         raise ValueError(f"{launch.parts} parts cannot share what a warp makes")
     if shape.k_steps % launch.steps or launch.steps % 2:
         raise ValueError(f"chains of {shape.k_steps} steps do not divide into {launch.steps}")
@@ -227,6 +230,8 @@ def _make_swap(launch: WideLaunch) -> Any:
     The i-th product that part p owns of a warp's is number i x parts + p.
     """
     parts, owned, warps = launch.parts, launch.owned, launch.num_warps
+    if launch.is_single:
+        return _make_give(launch)
 
     @traced("f" * (4 * owned))
     def swap(total: Any, sums: Any, bar: Any, warp: Any, part: Any, share: Any, lane: Any) -> Any:
@@ -248,6 +253,27 @@ def _make_swap(launch: WideLaunch) -> Any:
                 place = sums + (((parts - 1 - j) * warps + warp) * owned + i) * 512 + lane * 16
                 store_async_f32x4(map_shared(place, rank), *of(i, owner), there)
         return tuple(value for i in range(owned) for value in of(i, part))
+
+    return swap
+
+
+def _make_give(launch: WideLaunch) -> Any:
+    """Send a warp's one product to its owner."""
+    parts, warps = launch.parts, launch.num_warps
+
+    @traced()
+    def send(total: Any, sums: Any, bar: Any, warp: Any, part: Any, share: Any, lane: Any) -> None:
+        owner = remainder(warp, parts)
+        rank = owner + parts * share
+        slot = remainder(part + parts - owner - 1, parts)
+        place = map_shared(sums + (slot * warps + warp) * 512 + lane * 16, rank)
+        store_async_f32x4(place, *total, map_shared(bar, rank))
+
+    @device_function
+    def swap(total: Any, sums: Any, bar: Any, warp: Any, part: Any, share: Any, lane: Any) -> Any:
+        if remainder(warp, parts) != part:
+            send(total, sums, bar, warp, part, share, lane)
+        return total
 
     return swap
 
@@ -280,13 +306,13 @@ def _make_collect(launch: WideLaunch) -> Any:
 def _make_ends(launch: WideLaunch, is_normed: bool, prepare: Any, finish: Any) -> Any:
     """`prepare` and `finish` of all that a warp owns: a lane has pairs of two rows of each product."""
     parts, owned, columns = launch.parts, launch.owned, launch.warp_columns
-    num_tiles = launch.num_tiles
+    num_tiles, is_single = launch.num_tiles, launch.is_single
     kinds = prepare.device_traced.returns
     count = len(kinds)
 
     def places(tile0: Any, column0: Any, part: Any, lane: Any, rows: Any, first_row: Any) -> Any:
         for i in range(owned):
-            number = part + i * parts
+            number = 0 if is_single else part + i * parts
             tile = tile0 + quotient(number, columns)
             column = column0 + remainder(number, columns)
             for odd in range(2):
@@ -345,7 +371,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     column_warps, warp_tiles, warp_columns = (
         launch.column_warps, launch.warp_tiles, launch.warp_columns,
     )  # fmt: skip
-    tile_stride, is_prefetched = steps * 512, launch.is_prefetched
+    tile_stride, is_single = steps * 512, launch.is_single
     num_emptying = num_warps * (1 if is_x_kept else shares)
     zeros, add, multiply = _make_zeros(launch), _make_add(launch), _make_multiply(launch)
     swap, collect = _make_swap(launch), _make_collect(launch)
@@ -401,11 +427,6 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
 
     @device_function
     def feed(weights: Any, x: Any, part: Any, share: Any, lane: Any) -> None:
-        for at in range(stages, all_steps):
-            if is_prefetched:
-                tile0 = first_tile(at, share)
-                if at < block_steps and lane < tiles and tile0 + lane < num_tiles:
-                    prefetch_l2(weights + weight_place(at, tile0 + lane, part), tile_stride)
         grid_dependency_wait()
         cluster_wait()
         fence_async()
@@ -466,7 +487,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
             if warp < num_warps:
                 for i in range(2):
                     mbarrier_init(sums_bars + 8 * i, 1)
-                    mbarrier_init(free_bars + 8 * i, parts - 1)
+                    mbarrier_init(free_bars + 8 * i, 1 if is_single else parts - 1)
             else:
                 mbarrier_init(base + scales_bar_at, 1)
             mbarrier_init_fence()
@@ -508,28 +529,30 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
                 tile0 = first_tile(at - 1, share) + tile_at
                 half = turn & 1
                 sums = base + sums_at + half * sums_bytes
-                if turn > 1:
+                is_owner = not is_single or remainder(warp, parts) == part
+                if turn > 1 and not (is_single and is_owner):
                     mbarrier_wait(free_bars + half * 8, ((turn >> 1) - 1) & 1)
                 own = swap(total, sums, sums_bars + half * 8, warp, part, share, lane)
-                ready = prepare_all(
-                    tile0, column0, part, lane, rows, first_row, e0, e1, e2, e3, e4, e5, e6, e7
-                )
-                if is_normed and turn == 0:
-                    mbarrier_wait(base + scales_bar_at, 0)
-                mbarrier_wait(sums_bars + half * 8, (turn >> 1) & 1)
-                whole = collect(own, sums, warp, part, lane)
-                if turn + 2 < rounds:
-                    # What came is read: arm the barrier for the round after next and let the others send.
-                    sync_warp()
-                    if lane == 0:
-                        mbarrier_expect(sums_bars + half * 8, warp_sums_bytes)
-                    if 0 < lane < parts:
-                        other = remainder(part + lane, parts) + parts * share
-                        mbarrier_arrive_cluster(map_shared(free_bars + half * 8, other))
-                    sync_warp()
-                finish_all(
-                    ready, whole, base + scales_at, tile0, column0, part, lane, rows, first_row,
-                    e0, e1, e2, e3, e4, e5, e6, e7,
-                )  # fmt: skip
+                if is_owner:
+                    ready = prepare_all(
+                        tile0, column0, part, lane, rows, first_row, e0, e1, e2, e3, e4, e5, e6, e7
+                    )
+                    if is_normed and turn == 0:
+                        mbarrier_wait(base + scales_bar_at, 0)
+                    mbarrier_wait(sums_bars + half * 8, (turn >> 1) & 1)
+                    whole = collect(own, sums, warp, part, lane)
+                    if turn + 2 < rounds:
+                        # What came is read: arm the barrier for the round after next and let the others send.
+                        sync_warp()
+                        if lane == 0:
+                            mbarrier_expect(sums_bars + half * 8, warp_sums_bytes)
+                        if 0 < lane < parts:
+                            other = remainder(part + lane, parts) + parts * share
+                            mbarrier_arrive_cluster(map_shared(free_bars + half * 8, other))
+                        sync_warp()
+                    finish_all(
+                        ready, whole, base + scales_at, tile0, column0, part, lane, rows, first_row,
+                        e0, e1, e2, e3, e4, e5, e6, e7,
+                    )  # fmt: skip
 
     return kernel

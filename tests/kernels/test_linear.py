@@ -194,8 +194,18 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
         (9, WideLaunch(ProductShape(64, 512, 2, 2), 4, 1, 1, 2, 2, 2)),
         (16, WideLaunch(ProductShape(32, 512, 1), 1, 1, 1, 2, 3, 2, shares=2)),
         (5, WideLaunch(ProductShape(120, 256, 2), 2, 1, 1, 1, 3, 2, 1, True, 1)),
+        (3, WideLaunch(ProductShape(120, 256, 2), 2, 2, 1, 1, 3, 2, 1, True, 1)),
+        (2, WideLaunch(ProductShape(32, 512, 2, 2), 2, 2, 1, 1, 2, 2)),
     ],
-    ids=["ring", "two_chunks", "four_parts", "shared_x", "rounds_with_kept_x"],
+    ids=[
+        "ring",
+        "two_chunks",
+        "four_parts",
+        "shared_x",
+        "rounds_with_kept_x",
+        "single_products",
+        "single_products_four_parts",
+    ],
 )
 def test_wide_products_have_the_bits_of_single_rows(rows: int, launch: WideLaunch) -> None:
     torch.manual_seed(rows)
