@@ -1,14 +1,14 @@
-"""Prompt rows through a layer: library products at fixed row counts, with our own kernels between them and for attention.
+"""Prompt rows through the layers: library products at fixed row counts, with our own kernels between them and for attention.
 
 The class of prompt rows promises that a row's bits depend on its position and the prompt before it alone, not on the chunk or on the
-other rows of the pass. Our kernels treat rows (and tiles of an aligned block) alone; a library product may add in
-another order at another row count, so that products run only at row counts which `keep_equal` found to give equal bits. Models: pre-norm, RMS, SwiGLU,
-rotary, learned or ALiBi positions; the engine owns embedding, loops, exits and the head.
+other rows of the pass. Our kernels treat rows (and tiles of an aligned block) alone; products run at row counts that
+`prompt_products` found to give equal bits. Models: pre-norm, RMS, SwiGLU, rotary, learned or ALiBi positions; the engine owns
+embedding, loops, exits and the head. Passes of few rows are captured in CUDA graphs, as launching them costs more than running them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +20,13 @@ from kernels.compiler import Variant
 from kernels.layout import FragmentCache
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention
 from kernels.prompt_gather import GatherShape, cache_arguments, gather
+from kernels.prompt_products import Product, add_product, keep_equal, multiply, pieces
 from kernels.prompt_rows import SplitShape
 from kernels.prompt_tiles import PromptTiles
 from kernels.runtime import launch
 
-CANDIDATES = (
-    64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168,
-    8192,
-)  # fmt: skip
+_CAPTURED_ROWS = 4096  # of larger passes the GPU's time is longer than that of launching
+_MOST_GRAPHS = 64
 
 
 @dataclass(frozen=True)
@@ -69,89 +68,8 @@ class PromptLayer:
     norm3: Tensor
 
 
-# --- products --------------------------------------------------------------------------------------
-
-
-def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = x W^T, fp16 with float32 sums."""
-    torch.mm(x, weight.t(), out=out)
-
-
-def add_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """float32 out += x W^T of fp16 factors, never rounded to fp16."""
-    if out.is_cuda:
-        torch.addmm(out, x, weight.t(), out_dtype=torch.float32, out=out)
-    else:
-        out += x.float() @ weight.float().t()
-
-
-Product = Callable[[Tensor, Tensor, Tensor], None]
-
-
-def keep_equal(
-    products: Sequence[tuple[Product, Tensor]], candidates: Sequence[int] = CANDIDATES
-) -> tuple[int, ...]:
-    """The row counts, ascending, at which all `products` give a row the bits that it has at the largest, wherever it lies.
-
-    Runs random rows; each shape of weight once. The largest candidate is always among the results.
-
-    Raises:
-        RuntimeError: a row's bits depend on its place even at the largest count.
-    """
-    kept = sorted(candidates)
-    done = set()
-    for product, weight in products:
-        key = (product, weight.shape)
-        if key not in done:
-            done.add(key)
-            kept = _equal_counts(product, weight, kept)
-    return tuple(kept)
-
-
-def _equal_counts(product: Product, weight: Tensor, candidates: Sequence[int]) -> list[int]:
-    n, k = weight.shape
-    most = candidates[-1]
-    make = torch.Generator(device=weight.device).manual_seed(1)
-    x = torch.randn(most, k, generator=make, device=weight.device).half()
-    dtype = torch.float32 if product is add_product else torch.half
-    start = torch.randn(most, n, generator=make, device=weight.device).to(dtype)
-
-    def run(first: int, rows: int, shift: int = 0) -> Tensor:
-        out = start[first : first + rows].roll(shift, 0).contiguous()
-        product(x[first : first + rows].roll(shift, 0).contiguous(), weight, out)
-        return out.roll(-shift, 0)
-
-    whole = run(0, most)
-    if not torch.equal(whole, run(0, most, most // 2 + 1)):
-        raise RuntimeError(f"products of {most} rows with {n} x {k} weights depend on the place")
-    kept = []
-    for rows in candidates[:-1]:
-        firsts = sorted({0, most - rows})
-        if all(
-            torch.equal(whole[first : first + rows], run(first, rows, shift))
-            for first in firsts
-            for shift in (0, rows // 2 + 1)
-        ):
-            kept.append(rows)
-    return [*kept, most]
-
-
-def pieces(rows: int, buckets: Sequence[int]) -> list[tuple[int, int]]:
-    """(first row, row count) of the products that cover `rows` rows, each count one of `buckets` (ascending)."""
-    found = []
-    first = 0
-    while first < rows:
-        count = next((b for b in buckets if b >= rows - first), buckets[-1])
-        found.append((first, count))
-        first += count
-    return found
-
-
-# --- the pass --------------------------------------------------------------------------------------
-
-
 class PromptPass:
-    """Runs prompt rows through layers; owns its scratch memory, which grows to the largest pass.
+    """Runs prompt rows through layers; owns its scratch memory, which grows to the largest pass. For one thread and stream at a time.
 
     Args:
         layers: the weights by layer; the cache's layer index counts the same way unless `layer` is told otherwise.
@@ -174,6 +92,7 @@ class PromptPass:
     ) -> None:
         self.spec, self.layers, self.cache = spec, layers, cache
         self.block_tables, self.angles, self.slopes = block_tables, angles, slopes
+        self.device = block_tables.device
         self.buckets = tuple(sorted(buckets or keep_equal(self._products())))
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
@@ -183,12 +102,12 @@ class PromptPass:
         self._windowed = prompt_attention(replace(shape, has_windows=True))
         self._commit = prompt_rows.commit_tiles(spec.head_dim, spec.num_kv_heads)
         self._gather = gather(GatherShape(spec.num_kv_heads, spec.head_dim, cache.kind))
-        self._gathered = torch.empty(0, dtype=torch.uint8, device=block_tables.device)
         self._multiprocessors = 2
-        if block_tables.is_cuda:
-            properties = torch.cuda.get_device_properties(block_tables.device)
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
             self._multiprocessors = properties.multi_processor_count
         self._scratch: dict[str, Tensor] = {}
+        self._graphs: dict[_GraphKey, _CapturedPass | None] = {}
 
     def _products(self) -> list[tuple[Product, Tensor]]:
         found: list[tuple[Product, Tensor]] = []
@@ -204,19 +123,26 @@ class PromptPass:
 
     def new_state(self, rows: int) -> Tensor:
         """Zeros, float32 (padded rows, d_model): the state of a pass, whose first rows the caller fills."""
-        size = (self.padded_rows(rows), self.spec.d_model)
-        return torch.zeros(size, device=self.block_tables.device)
+        return torch.zeros(self.padded_rows(rows), self.spec.d_model, device=self.device)
 
-    def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
-        held = self._scratch.get(name)
-        if held is None or len(held) < rows:
-            held = torch.zeros(rows, columns, dtype=torch.half, device=self.block_tables.device)
-            self._scratch[name] = held
-        return held[:rows]
-
-    def _multiply(self, product: Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        for first, count in pieces(len(x), self.buckets):
-            product(x[first : first + count], weight, out[first : first + count])
+    def core(self, state: Tensor, tiles: PromptTiles) -> Tensor:
+        """Put the state (rows, d_model) float32 of a pass through all layers; the new state, and K and V in the cache."""
+        rows = len(state)
+        key = (self.padded_rows(rows), tiles.tile_capacity, tiles.item_capacity, tiles.has_windows)
+        # The first pass of a shape runs as it is: what is loaded or allocated on first use cannot be captured.
+        if state.is_cuda and key[0] <= _CAPTURED_ROWS and key in self._graphs:
+            graph = self._graphs[key]
+            if graph is None:
+                graph = self._graphs[key] = _CapturedPass(self, key[0], tiles)
+            return graph.run(state, tiles)
+        if len(self._graphs) == _MOST_GRAPHS:
+            self._graphs.clear()
+        self._graphs[key] = None
+        x = self.new_state(rows)
+        x[:rows] = state
+        for index in range(len(self.layers)):
+            self.layer(x, rows, index, tiles)
+        return x[:rows]
 
     def layer(
         self,
@@ -229,57 +155,106 @@ class PromptPass:
         """Put the state of `rows` prompt rows through one layer, in place, and their K and V into the cache.
 
         Args:
-            x: float32 (padded_rows(rows), d_model), contiguous; rows past `rows` are computed and mean nothing.
+            x: float32 (padded_rows(rows), d_model), contiguous; rows past `rows` may be computed and mean nothing.
             index: which of the layers' weights.
             tiles: of the rows, with the table of this call.
             cache_layer: the cache's layer index, if it is another.
         """
         spec, weights, cache = self.spec, self.layers[index], self.cache
-        padded, num_tiles = len(x), len(tiles.tiles)
+        padded, num_tiles, num_items = len(x), tiles.num_tiles, tiles.num_items
         assert padded == self.padded_rows(rows) and x.is_contiguous(), "make x by new_state"
-        layer = index if cache_layer is None else cache_layer
-        h = self._buffer("h", padded, spec.d_model)
-        q = self._buffer("q", padded, spec.num_heads * spec.head_dim)
-        mixed = self._buffer("mixed", padded, spec.num_heads * spec.head_dim)
-        qkv = self._buffer("qkv", padded, spec.split.parts * spec.head_dim)
-        gate_up = self._buffer("gate_up", padded, 2 * spec.d_ff)
-        hidden = self._buffer("hidden", padded, spec.d_ff)
-        _, num_tables, max_blocks = self.block_tables.shape
-        where = cache_arguments(cache, layer)
+        where = cache_arguments(cache, index if cache_layer is None else cache_layer)
         is_int4 = cache.kind == "int4"
         exact_tables = cache.exact_tables if is_int4 else self.block_tables
+        _, num_tables, max_blocks = self.block_tables.shape
+        width = spec.num_heads * spec.head_dim
+        h, q = self._buffer("h", padded, spec.d_model), self._buffer("q", padded, width)
+        qkv = self._buffer("qkv", padded, spec.split.parts * spec.head_dim)
         self._normalise(x, weights.norm1, h, rows)
         self._multiply(multiply, h, weights.qkv, qkv)
         launch(
-            self._split, (num_tiles * spec.split.parts, 1), qkv, q, *where[3:6], exact_tables, tiles.tiles, self.angles, num_tables, max_blocks,
+            self._split, (num_tiles * spec.split.parts, 1), qkv, q, *where[3:6], exact_tables, tiles.counts, tiles.tiles,
+            self.angles, num_tables, max_blocks,
         )  # fmt: skip
         if is_int4:
             launch(
-                self._commit, (num_tiles * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables,
+                self._commit, (num_tiles * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables, tiles.counts,
                 tiles.tiles, num_tables, max_blocks,
             )  # fmt: skip
-        num_items, num_work = len(tiles.items), tiles.num_units * spec.num_heads
-        item_bytes = spec.num_kv_heads * 256 * spec.head_dim
-        if self._gathered.numel() < num_items * item_bytes:
-            self._gathered = self._gathered.new_empty(num_items * item_bytes)
+        gathered = self._buffer("gathered", num_items, spec.num_kv_heads * 128 * spec.head_dim)
         launch(
-            self._gather, (num_items * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables, tiles.items,
-            self._gathered, num_tables, max_blocks,
+            self._gather, (num_items * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables, tiles.counts,
+            tiles.items, gathered, num_tables, max_blocks,
         )  # fmt: skip
+        mixed = self._buffer("mixed", padded, width)
+        num_blocks = min(tiles.num_units * spec.num_heads, self._multiprocessors)
         launch(
-            self._windowed if tiles.has_windows else self._attention, (min(num_work, self._multiprocessors), 1),
-            q, self._gathered, tiles.tiles, self.slopes, mixed, num_work,
+            self._windowed if tiles.has_windows else self._attention, (num_blocks, 1), q, gathered, tiles.counts,
+            tiles.tiles, self.slopes, mixed,
         )  # fmt: skip
         self._multiply(add_product, mixed, weights.o, x)
         self._normalise(x, weights.norm3, h, rows)
+        gate_up = self._buffer("gate_up", padded, 2 * spec.d_ff)
         self._multiply(multiply, h, weights.gate_up, gate_up)
+        hidden = self._buffer("hidden", padded, spec.d_ff)
         blocks = prompt_rows.gate_grid(rows, spec.d_ff)
         launch(self._gate, (blocks, 1), gate_up, hidden, rows)
         self._multiply(add_product, hidden, weights.down, x)
 
+    def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
+        """Scratch memory fp16; it may move, so that a captured pass allocates its own."""
+        held = self._scratch.get(name)
+        if held is None or len(held) < rows:
+            held = torch.empty(rows, columns, dtype=torch.half, device=self.device)
+            self._scratch[name] = held
+        return held[:rows]
+
+    def _multiply(self, product: Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        for first, count in pieces(len(x), self.buckets):
+            product(x[first : first + count], weight, out[first : first + count])
+
     def _normalise(self, x: Tensor, gain: Tensor, h: Tensor, rows: int) -> None:
         blocks = -(-rows // prompt_rows.norm_rows_per_block(self.spec.d_model))
         launch(self._norm, (blocks, 1), x, gain, h, rows, self.spec.norm_eps)
+
+    def capture(
+        self, x: Tensor, tiles: PromptTiles
+    ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+        """A graph of all layers over x as it is, for any tiles within the capacities, and the memory that it must keep."""
+        kept, self._scratch = self._scratch, {}
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for index in range(len(self.layers)):
+                    self.layer(x, len(x), index, tiles)
+            return graph, self._scratch
+        finally:
+            self._scratch = kept
+
+
+_GraphKey = tuple[int, int, int, bool]
+
+
+class _CapturedPass:
+    """All layers for one padded row count and capacity of tiles, replayed over its own state and tiles."""
+
+    def __init__(self, owner: PromptPass, padded: int, tiles: PromptTiles) -> None:
+        self._x = torch.zeros(padded, owner.spec.d_model, device=owner.device)
+        self._tiles = replace(
+            tiles,
+            packed=tiles.packed.clone(),
+            num_tiles=tiles.tile_capacity,
+            num_items=tiles.item_capacity,
+        )
+        self._graph, self._kept = owner.capture(self._x, self._tiles)
+
+    def run(self, state: Tensor, tiles: PromptTiles) -> Tensor:
+        rows = len(state)
+        self._x[:rows] = state
+        self._x[rows:].zero_()
+        self._tiles.packed.copy_(tiles.packed)
+        self._graph.replay()
+        return self._x[:rows].clone()
 
 
 def variants() -> dict[str, Variant]:

@@ -190,7 +190,7 @@ def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
             arrived(base, index, 1)
             used(base, index, 1, lane)
 
-    def kernel(q: Any, scratch: Any, tiles: Any, slopes: Any, out: Any, num_work: Any) -> None:
+    def kernel(q: Any, scratch: Any, counts: Any, tiles: Any, slopes: Any, out: Any) -> None:
         lane, warp, base = thread_id() & 31, thread_id() >> 5, shared_base()
         if thread_id() == 0:
             for i in range(stages):
@@ -203,6 +203,7 @@ def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
         sync_block()
         grid_dependency_launch()
         grid_dependency_wait()
+        num_work = load_i32(counts + 4) * heads
         warpgroup = warp >> 2
         turn, at, done = 0, work(0), 0
         if warpgroup == 2:
@@ -315,8 +316,7 @@ def prompt_attention(shape: PromptAttentionShape, stages: int = 4) -> Variant:
     """Attention of prompt tiles; grid (at most the multiprocessors, 1), units with most keys first.
 
     Kernel arguments: q fp16 (rows, num_heads, head_dim), already times log2(e) / sqrt(head_dim); scratch as `prompt_gather` wrote it;
-    tiles int32 (num_units, UNIT_TILES, TILE_FIELDS), a missing second one of no rows; slopes float32 (num_heads,) or absent; out fp16
-    (rows, num_heads, head_dim); number of units x num_heads.
+    counts and tiles of `PromptTiles`; slopes float32 (num_heads,) or absent; out fp16 (rows, num_heads, head_dim).
     """
     if shape.head_dim % 32 or shape.head_dim > 128 or shape.num_heads % shape.num_kv_heads:
         raise ValueError(
@@ -327,7 +327,7 @@ def prompt_attention(shape: PromptAttentionShape, stages: int = 4) -> Variant:
     return Variant(
         name=f"prompt_attention_h{shape.num_heads}k{shape.num_kv_heads}d{shape.head_dim}{kind}_s{stages}",
         function=_make_kernel(shape, stages),
-        args="lllll" + "r",
+        args="llllll",
         num_threads=384,
         shared_bytes=stages * (2 * shape.half_bytes + _STAGE_BARS),
         constants=(shape, stages),

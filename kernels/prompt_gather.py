@@ -126,13 +126,15 @@ def _make_kernel(shape: GatherShape) -> Any:
     def kernel(
         stored: Any, stored_layer: Any, stored_block: Any, exact: Any, exact_layer: Any, exact_block: Any,
         sinks: Any, sink_layer: Any, sink_bytes: Any, sink_of: Any, block_tables: Any, exact_tables: Any,
-        items: Any, scratch: Any, num_tables: Any, max_blocks: Any,
+        counts: Any, items: Any, scratch: Any, num_tables: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
         head, lane, warp = remainder(block_x(), heads), thread_id() & 31, thread_id() >> 5
         item = items + quotient(block_x(), heads) * (4 * ITEM_FIELDS)
         target = scratch + wide(block_x()) * (2 * half_bytes)
         grid_dependency_launch()
         grid_dependency_wait()
+        if quotient(block_x(), heads) >= load_i32(counts + 8):
+            return
         index, is_exact = load_i32(item + 8), load_i32(item + 12)
         at = wide((load_i32(item) * num_tables + load_i32(item + 4)) * max_blocks + index) * 4
         block = load_i32(block_tables + at)
@@ -161,13 +163,13 @@ def _make_kernel(shape: GatherShape) -> Any:
 def gather(shape: GatherShape) -> Variant:
     """Gather blocks; grid (items x kv heads, 1).
 
-    Kernel arguments: what `cache_arguments` gives; block_tables and exact_tables (int4) int32 (slots, tables, max_blocks); items int32
-    (num_items, ITEM_FIELDS); scratch uint8 (num_items, num_kv_heads, 256 * head_dim), written; num_tables, max_blocks.
+    Kernel arguments: what `cache_arguments` gives; block_tables and exact_tables (int4) int32 (slots, tables, max_blocks); counts and items of
+    `PromptTiles` (blocks of threads past them leave at once); scratch uint8 (num_items, num_kv_heads, 256 * head_dim), written; num_tables, max_blocks.
     """
     return Variant(
         name=f"prompt_gather_k{shape.num_kv_heads}d{shape.head_dim}_{shape.kind}",
         function=_make_kernel(shape),
-        args="l" * 14 + "rr",
+        args="l" * 15 + "rr",
         num_threads=_THREADS,
         blocks_per_sm=4,
         constants=(shape,),

@@ -338,13 +338,15 @@ def _make_split(shape: SplitShape) -> Any:
             store_16_if(at, words[i // 2] >> 16 * (i % 2), is_row)
 
     def kernel(
-        qkv: Any, q: Any, cache: Any, layer_bytes: Any, block_bytes: Any, tables: Any, tiles: Any, angles: Any,
-        num_tables: Any, max_blocks: Any,
+        qkv: Any, q: Any, cache: Any, layer_bytes: Any, block_bytes: Any, tables: Any, counts: Any, tiles: Any,
+        angles: Any, num_tables: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
         tile = tiles + quotient(block_x(), parts) * (4 * TILE_FIELDS)
         part, thread = remainder(block_x(), parts), thread_id()
         grid_dependency_launch()
         grid_dependency_wait()
+        if quotient(block_x(), parts) >= load_i32(counts):
+            return
         slot, which, first = load_i32(tile), load_i32(tile + 4), load_i32(tile + 8)
         first_row, rows = load_i32(tile + 12), load_i32(tile + 16)
         head = qkv + wide(first_row) * row_bytes + part * (2 * dim)
@@ -377,14 +379,15 @@ def split_qkv(shape: SplitShape) -> Variant:
     """Turn q and k, scale q by log2(e) / sqrt(head_dim), write q in rows and K and V into the cache; grid (tiles x parts, 1).
 
     Kernel arguments: qkv fp16 (rows, parts, head_dim); q fp16 (rows, num_heads, head_dim), written; the cache of exact blocks, bytes of
-    the layer's offset and of a block over all layers; its tables int32 (slots, tables, max_blocks); tiles as in `prompt_attention`;
+    the layer's offset and of a block over all layers; its tables int32 (slots, tables, max_blocks); counts and tiles of
+    `PromptTiles` (blocks of threads past them leave at once);
     angles float32 (max_pos, head_dim / 2, 2), cos and sin; num_tables, max_blocks.
     """
     return Variant(
         name=f"prompt_split_h{shape.num_heads}k{shape.num_kv_heads}d{shape.head_dim}"
         f"r{int(shape.is_rotary)}{int(shape.is_half_pairing)}",
         function=_make_split(shape),
-        args="llllllll" + "rr",
+        args="lllllllll" + "rr",
         num_threads=_SPLIT_THREADS,
         blocks_per_sm=4,
         constants=(shape,),
@@ -402,12 +405,14 @@ def _make_commit_tiles(dim: int, kv_heads: int) -> Any:
     def kernel(
         stored: Any, stored_layer: Any, stored_block: Any, exact: Any, exact_layer: Any, exact_block: Any,
         sinks: Any, sink_layer: Any, sink_bytes: Any, sink_of: Any, block_tables: Any, exact_tables: Any,
-        tiles: Any, num_tables: Any, max_blocks: Any,
+        counts: Any, tiles: Any, num_tables: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
         tile = tiles + quotient(block_x(), kv_heads) * (4 * TILE_FIELDS)
         head, lane, warp = remainder(block_x(), kv_heads), thread_id() & 31, thread_id() >> 5
         grid_dependency_launch()
         grid_dependency_wait()
+        if quotient(block_x(), kv_heads) >= load_i32(counts):
+            return
         first, rows = load_i32(tile + 8), load_i32(tile + 16)
         is_full, is_first = rows > 0 and (first & 63) + rows == 64, rows > 0 and first < NUM_SINKS
         if is_full or is_first:
@@ -435,13 +440,13 @@ def _make_commit_tiles(dim: int, kv_heads: int) -> Any:
 def commit_tiles(dim: int, kv_heads: int) -> Variant:
     """Make the stored form of the blocks that tiles fill up, and of the sinks among their rows; grid (tiles x kv heads, 1).
 
-    Kernel arguments: those of `prompt_attention.cache_arguments`; block_tables and exact_tables int32 (slots, tables, max_blocks); tiles;
-    num_tables, max_blocks.
+    Kernel arguments: those of `prompt_attention.cache_arguments`; block_tables and exact_tables int32 (slots, tables, max_blocks); counts and
+    tiles of `PromptTiles`; num_tables, max_blocks.
     """
     return Variant(
         name=f"prompt_commit_k{kv_heads}d{dim}",
         function=_make_commit_tiles(dim, kv_heads),
-        args="l" * 13 + "rr",
+        args="l" * 14 + "rr",
         num_threads=32 * _COMMIT_WARPS,
         blocks_per_sm=2,
         constants=(dim, kv_heads),

@@ -16,23 +16,45 @@ from kernels.prompt_gather import ITEM_FIELDS
 Ints = NDArray[np.integer]
 
 
-@dataclass(slots=True)
+COUNTS = 4  # int32 before the tiles: tiles, units, items, one unused
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """The tiles of a pass, on the device.
+    """The tiles of a pass, on the device, in one tensor, so that one copy brings all.
 
     Attributes:
-        tiles: int32 (num_units x UNIT_TILES, TILE_FIELDS), units with most keys first; a unit that lacks its second tile has one of no rows.
-        items: int32 (num_items, ITEM_FIELDS), the blocks to gather.
+        packed: int32, COUNTS numbers, then tile_capacity x TILE_FIELDS, then item_capacity x ITEM_FIELDS.
+        num_tiles: tiles, two of every unit; units with most keys come first, one that lacks its second tile has one of no rows.
+        num_items: blocks to gather.
         has_windows: whether any row has a window.
     """
 
-    tiles: Tensor
-    items: Tensor
+    packed: Tensor
+    num_tiles: int
+    num_items: int
+    tile_capacity: int
+    item_capacity: int
     has_windows: bool
 
     @property
     def num_units(self) -> int:
-        return len(self.tiles) // UNIT_TILES
+        return self.num_tiles // UNIT_TILES
+
+    @property
+    def counts(self) -> Tensor:
+        return self.packed[:COUNTS]
+
+    @property
+    def tiles(self) -> Tensor:
+        """int32 (num_tiles, TILE_FIELDS)."""
+        return self.packed[COUNTS:][: self.num_tiles * TILE_FIELDS].view(-1, TILE_FIELDS)
+
+    @property
+    def items(self) -> Tensor:
+        """int32 (num_items, ITEM_FIELDS)."""
+        first = COUNTS + self.tile_capacity * TILE_FIELDS
+        return self.packed[first:][: self.num_items * ITEM_FIELDS].view(-1, ITEM_FIELDS)
 
     def use_table(self, table: int) -> None:
         """Let all rows write and read another table of their sequences, in place."""
@@ -77,9 +99,17 @@ def make_tiles(
     first, window = tiles[:, 0, 2], tiles[:, 0, 5]
     seen = np.where(window > 0, np.minimum(first, window + 2 * BLOCK_SIZE), first)
     tiles = tiles[np.argsort(-seen, kind="stable")].reshape(-1, TILE_FIELDS)
-    return PromptTiles(
-        torch.from_numpy(tiles).to(device), torch.from_numpy(items).to(device), bool(windows.any())
+    counts = np.array([len(tiles), len(tiles) // UNIT_TILES, len(items), 0], dtype=np.int32)
+    tile_capacity, item_capacity = (1 << (len(part) - 1).bit_length() for part in (tiles, items))
+    packed = np.zeros(
+        COUNTS + tile_capacity * TILE_FIELDS + item_capacity * ITEM_FIELDS, dtype=np.int32
     )
+    packed[:COUNTS] = counts
+    packed[COUNTS:][: tiles.size] = tiles.ravel()
+    packed[COUNTS + tile_capacity * TILE_FIELDS :][: items.size] = items.ravel()
+    on_device = torch.from_numpy(packed).to(device)
+    has_windows = bool(windows.any())
+    return PromptTiles(on_device, len(tiles), len(items), tile_capacity, item_capacity, has_windows)
 
 
 def _items(

@@ -1,6 +1,6 @@
 """Checks and times the prompt class on one GPU: products by row count, attention, the kernels between, a whole prefill.
 
-    python scripts/bench_prompt.py [--only products,attention,rows,prefill] [--setting NAME] [--int4]
+    python scripts/bench_prompt.py [--only products,attention,rows,prefill] [--setting NAME]
 
 The model is the 1B-effective reference model with random weights. Products list, for each row count, the time and whether rows have the
 bits of the largest count (`!` if not). Determinism compares the bits of one pass of 8,192 tokens with those of several chunkings
@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernels import fragments, prompt, prompt_rows  # noqa: E402
+from kernels import fragments, prompt_products, prompt_rows  # noqa: E402
 from kernels.layout import FragmentCache  # noqa: E402
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec  # noqa: E402
 from kernels.prompt_attention import prompt_attention  # noqa: E402
@@ -117,20 +117,23 @@ def tiles_of(spans: list[Span], window: int = 0, kind: str = "fp16") -> PromptTi
 def bench_products(setting: str) -> None:
     layer = random_layers(1)[0]
     cases = [
-        ("qkv", prompt.multiply, layer.qkv),
-        ("o", prompt.add_product, layer.o),
-        ("gate_up", prompt.multiply, layer.gate_up),
-        ("down", prompt.add_product, layer.down),
-        ("down fp16", prompt.multiply, layer.down),
+        ("qkv", prompt_products.multiply, layer.qkv),
+        ("o", prompt_products.add_product, layer.o),
+        ("gate_up", prompt_products.multiply, layer.gate_up),
+        ("down", prompt_products.add_product, layer.down),
+        ("down fp16", prompt_products.multiply, layer.down),
     ]
     for name, product, weight in cases:
         n, k = weight.shape
-        kept = prompt.keep_equal([(product, weight)])
+        kept = prompt_products.keep_equal([(product, weight)])
         cells = []
-        for rows in prompt.CANDIDATES:
+        for rows in prompt_products.CANDIDATES:
             x = torch.randn(rows, k, device="cuda").half()
             out = torch.zeros(
-                rows, n, device="cuda", dtype=torch.half if product is prompt.multiply else None
+                rows,
+                n,
+                device="cuda",
+                dtype=torch.half if product is prompt_products.multiply else None,
             )
             ms = time_captured(partial(product, x, weight, out))
             tflops = 2 * rows * n * k / ms / 1e9
@@ -154,10 +157,10 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
         tiles = tiles_of([(s, 0, length) for s in range(sequences)])
         flops = 4 * sequences * shape.num_heads * dim * length * (length + 1) / 2
         first = None
-        scratch = torch.empty(len(tiles.items), 12 * 256 * dim, device="cuda", dtype=torch.uint8)
+        scratch = torch.empty(tiles.num_items, 12 * 256 * dim, device="cuda", dtype=torch.uint8)
         bring = partial(
-            launch, gather(GatherShape(shape.num_kv_heads, dim)), (len(tiles.items) * shape.num_kv_heads, 1),
-            *cache_arguments(cache, 0), tables, tables, tiles.items, scratch, 1, blocks,
+            launch, gather(GatherShape(shape.num_kv_heads, dim)), (tiles.num_items * shape.num_kv_heads, 1),
+            *cache_arguments(cache, 0), tables, tables, tiles.counts, tiles.items, scratch, 1, blocks,
         )  # fmt: skip
         ms = time_captured(bring)
         moved = 2 * scratch.numel() / ms / 1e9
@@ -165,8 +168,8 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
         work = tiles.num_units * shape.num_heads
         for stages in (2, 4, 6):
             run = partial(
-                launch, prompt_attention(shape, stages), (min(132, work), 1), q, scratch, tiles.tiles, None, out,
-                work,
+                launch, prompt_attention(shape, stages), (min(132, work), 1), q, scratch, tiles.counts, tiles.tiles, None,
+                out,
             )  # fmt: skip
             ms = time_captured(run, 5)
             if first is None:
@@ -220,7 +223,7 @@ def bench_rows(rows: int) -> None:
             qkv.numel() * 4,
             partial(
                 launch, prompt_rows.split_qkv(split), split_grid, qkv, q, cache.exact, 0, cache.exact.stride(0),
-                tables, tiles.tiles, angles(rows), 1, rows // 64,
+                tables, tiles.counts, tiles.tiles, angles(rows), 1, rows // 64,
             ),
         ),
     }  # fmt: skip
@@ -245,15 +248,20 @@ class Prefill:
         self.passing = PromptPass(SPEC, self.layers, self.cache, self.tables, angles=angles(length))
         print(f"buckets kept: {self.passing.buckets}")
 
-    def run(self, spans: list[Span], tiles: PromptTiles) -> Tensor:
-        rows = sum(end - first for _, first, end in spans)
-        state = self.passing.new_state(rows)
-        torch.cat([self.x[s, first:end] for s, first, end in spans], out=state[:rows])
+    def run(self, spans: list[Span], tiles: PromptTiles, is_captured: bool = True) -> Tensor:
+        """The states after all loops; by layers if they may not be captured."""
+        state = torch.cat([self.x[s, first:end] for s, first, end in spans])
         for loop in range(LOOPS):
             tiles.use_table(loop)
+            if is_captured:
+                state = self.passing.core(state, tiles)
+                continue
+            x = self.passing.new_state(len(state))
+            x[: len(state)] = state
             for index in range(LAYERS):
-                self.passing.layer(state, rows, index, tiles)
-        return state[:rows]
+                self.passing.layer(x, len(state), index, tiles)
+            state = x[: len(state)]
+        return state
 
     def chunked(self, chunks: list[list[Span]]) -> Tensor:
         """The states of sequence 0 after passes over these spans, into an empty cache."""
@@ -282,10 +290,10 @@ def bench_prefill(length: int) -> None:
     for rows in (64, 256, 1024, 2048, length):
         spans = [(0, 0, rows)]
         run = partial(model.run, spans, tiles_of(spans))
-        print(
-            f"prefill {rows}: {time_ms(run, 5):.2f} ms, captured {time_captured(run, 1):.2f} ms",
-            flush=True,
-        )
+        print(f"prefill {rows}: {time_ms(run, 5):.2f} ms", flush=True)
+    few = [(0, 0, 300)]
+    replayed, launched = model.run(few, tiles_of(few)), model.run(few, tiles_of(few), False)
+    print(f"captured: equal bits {torch.equal(replayed, launched)}")
     whole = model.chunked([[(0, 0, length)]])
     again = model.chunked([[(0, 0, length)]])
     print(f"repeat: equal bits {torch.equal(whole, again)}, finite {bool(whole.isfinite().all())}")

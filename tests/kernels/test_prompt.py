@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import fragments, prompt, prompt_rows, reference
+from kernels import fragments, prompt_products, prompt_rows, reference
 from kernels.layout import FragmentCache, PagedCache, Paging
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention
@@ -55,12 +55,12 @@ def _attend(
     scratch = torch.full((len(tiles.items), kv_heads, 256 * dim), 255, dtype=torch.uint8)
     launch(
         gather(GatherShape(kv_heads, dim, cache.kind)), (len(tiles.items) * kv_heads, 1),
-        *cache_arguments(cache, LAYER), block_tables, cache.exact_tables, tiles.items, scratch,
+        *cache_arguments(cache, LAYER), block_tables, cache.exact_tables, tiles.counts, tiles.items, scratch,
         *block_tables.shape[1:],
     )  # fmt: skip
-    num_work = tiles.num_units * shape.num_heads
     launch(
-        prompt_attention(shape), (min(num_work, 2), 1), q, scratch, tiles.tiles, slopes, out, num_work
+        prompt_attention(shape), (min(tiles.num_units * shape.num_heads, 2), 1), q, scratch, tiles.counts,
+        tiles.tiles, slopes, out,
     )  # fmt: skip
     return out
 
@@ -230,7 +230,7 @@ def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
     q = torch.full((len(slots), shape.num_heads * dim), float("nan")).half()
     launch(
         prompt_rows.split_qkv(shape), (len(tiles.tiles) * shape.parts, 1), qkv, q, cache.exact,
-        LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles.tiles,
+        LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles.counts, tiles.tiles,
         table if shape.is_rotary else None, *block_tables.shape[1:],
     )  # fmt: skip
     heads = (shape.num_heads, kv, dim)
@@ -278,7 +278,7 @@ def test_full_blocks_are_stored_in_4_bits_and_first_keys_kept() -> None:
     tiles = _tiles([0] * len(positions), positions, kind="int4")
     launch(
         prompt_rows.commit_tiles(dim, 1), (len(tiles.tiles), 1), *cache_arguments(cache, LAYER),
-        block_tables, cache.exact_tables, tiles.tiles, *block_tables.shape[1:],
+        block_tables, cache.exact_tables, tiles.counts, tiles.tiles, *block_tables.shape[1:],
     )  # fmt: skip
     for index in range(4):
         block = int(block_tables[0, 0, index])
@@ -308,9 +308,9 @@ def test_tiles_end_at_blocks_tables_and_sequences() -> None:
 
 
 def test_products_are_cut_into_kept_row_counts() -> None:
-    assert prompt.pieces(130, (64, 128)) == [(0, 128), (128, 64)]
-    assert prompt.pieces(1, (64, 128)) == [(0, 64)]
-    assert prompt.pieces(300, (64, 128)) == [(0, 128), (128, 128), (256, 64)]
+    assert prompt_products.pieces(130, (64, 128)) == [(0, 128), (128, 64)]
+    assert prompt_products.pieces(1, (64, 128)) == [(0, 64)]
+    assert prompt_products.pieces(300, (64, 128)) == [(0, 128), (128, 128), (256, 64)]
 
 
 def test_a_count_whose_bits_differ_is_not_kept() -> None:
@@ -318,7 +318,7 @@ def test_a_count_whose_bits_differ_is_not_kept() -> None:
         out.copy_(x.float() @ weight.float().t() + (0.5 if len(x) == 16 else 0))
 
     weight = torch.randn(8, 32).half()
-    assert prompt.keep_equal([(product, weight)], (8, 16, 32)) == (8, 32)
+    assert prompt_products.keep_equal([(product, weight)], (8, 16, 32)) == (8, 32)
 
 
 def _layer(spec: PromptSpec) -> PromptLayer:
