@@ -121,7 +121,7 @@ def stage(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiply_directly(shape: Sliced, x: Tensor, weight: Packed, y: Tensor, is_add: bool) -> None:
     """y = or += x W^T for up to 8 rows of x in fp32, with the kernel of `shape`."""
-    blocks = min(weight.arrays.num_tiles, MULTIPROCESSORS * shape.blocks_per_sm)
+    blocks = min(-(-weight.arrays.num_tiles // shape.tiles), MULTIPROCESSORS * shape.blocks_per_sm)
     _launch_product(sliced(shape), (blocks, 1), x, None, weight, y, is_add)
 
 

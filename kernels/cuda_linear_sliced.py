@@ -21,7 +21,7 @@ from kernels.cuda_linear_parts import (
     store_result,
     unpack_weights,
 )
-from kernels.device_code import traced
+from kernels.device_code import device_function, traced
 from kernels.intrinsics import (
     bits_of,
     block_x,
@@ -107,6 +107,20 @@ def make_sliced(shape: Sliced) -> Any:
                 for q in range(words // 4):
                     found += load_weight_128_if(place + q * 512, is_there)
         return tuple(found)
+
+    @device_function
+    def load_ahead(
+        weights: Any, tile: Any, group: Any, low: Any, end: Any, groups: Any, num_tiles: Any
+    ) -> Any:
+        at = weights + run_place(tile, groups, group_bytes) + (group - low) * w_stride
+        return load_weights(at, group, end, num_tiles - tile)
+
+    @device_function
+    def advance(tile: Any, group: Any, low: Any, end: Any) -> Any:
+        """The chunk after this one: of the slice, else of the block's next tiles."""
+        if group + chunk < end:
+            return tile, group + chunk
+        return tile + grid_x() * tiles, low
 
     @traced("r" * 2)
     def no_x() -> Any:
@@ -216,10 +230,13 @@ def make_sliced(shape: Sliced) -> Any:
         low = warp * per
         end = min(groups, low + per)
         weights += low * w_stride + lane * 16
-        own = load_weights(
-            weights + run_place(block_x() * tiles, groups, group_bytes), low, end,
-            num_tiles - block_x() * tiles,
-        )  # fmt: skip
+        tile_ahead, ahead = block_x() * tiles, low  # what is loaded next
+        own = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
+        tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
+        later = own
+        if is_direct:
+            later = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
+            tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
         grid_dependency_launch()
         grid_dependency_wait()
         first_row = block_y() * (8 * columns)
@@ -240,20 +257,15 @@ def make_sliced(shape: Sliced) -> Any:
         for tile in range(block_x() * tiles, num_tiles, grid_x() * tiles):
             acc = no_sums()
             for group in range(low, end, chunk):
-                following, next_tile = group + chunk, tile
-                if following >= end:
-                    following, next_tile = low, tile + grid_x() * tiles
-                later = load_weights(
-                    weights + run_place(next_tile, groups, group_bytes) + (following - low) * w_stride,
-                    following, end, num_tiles - next_tile,
-                )  # fmt: skip
+                coming = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
                 if is_direct:
                     acc = multiply(acc, own, parts, at_x, group, end)
+                    own, later = later, coming
                 else:
-                    later_x = load_x(x + following * x_stride, following, end, num_columns)
+                    coming_x = load_x(x + ahead * x_stride, ahead, end, num_columns)
                     acc = multiply(acc, own, parts, at_x, group, end)
-                    parts = later_x
-                own = later
+                    own, parts = coming, coming_x
+                tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
             in_tile = thread_id()
             row = first_row + (in_tile >> width_shift)
             out = tile * 16 + (in_tile & (16 * tiles - 1))
