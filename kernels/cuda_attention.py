@@ -7,6 +7,7 @@ here waits for the device. A row at position -1 is none: its result is 0; at pla
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache as remembered
 
 import torch
@@ -94,12 +95,11 @@ def attention(
     tensors = _Tensors(cache)
     rows = len(qkv)
     group = num_heads // num_kv
-    queries, together, splits = plan(rows, num_kv, group, tensors.has_keys)
+    padded = cache.values.shape[-1] if tensors.kind == "fp32" else 0
+    shape = Shape(tensors.kind, dim, 1, tensors.has_keys, tensors.group, padded)
+    queries, together, splits = plan(rows, num_kv, group, shape)
     subs = -(-group // (queries // together))
-    shape = Shape(
-        tensors.kind, dim, queries, tensors.has_keys, tensors.group, cache.values.shape[-1] if tensors.kind == "fp32" else 0,
-        together,
-    )  # fmt: skip
+    shape = replace(shape, queries=queries, rows=together)
     out = torch.empty(rows, num_heads * dim, device=qkv.device)
     parts = totals = None
     if splits > 1:
@@ -121,14 +121,17 @@ def attention(
     return out
 
 
-def plan(rows: int, num_kv: int, group: int, has_keys: bool) -> tuple[int, int, int]:
+def plan(rows: int, num_kv: int, group: int, shape: Shape) -> tuple[int, int, int]:
     """(queries of a block of threads, of how many rows they are, into how many blocks the streams of a row are split).
 
     None of them changes a bit of the result. More than 64 rows are taken for those of prompts, which read the same keys.
     """
-    most = 2 if not has_keys and rows <= 2 else 4
+    # what the registers of that many warps hold, and with few rows of inputs what fills the device
+    most = 4 if shape.num_warps <= 12 else 3 if shape.num_warps <= 16 else 1
+    if not shape.has_keys and rows <= 2:
+        most = min(most, 2)
     heads = -(-group // -(-group // most))
-    together = 4 // heads if has_keys and rows > 64 else 1
+    together = max(1, most // heads) if shape.has_keys and rows > 64 else 1
     blocks = -(-rows // together) * num_kv * -(-group // heads)
     splits = 1 if blocks >= _MANY_BLOCKS else 4 if 4 * blocks >= _FEW_BLOCKS else 16
     return heads * together, together, splits

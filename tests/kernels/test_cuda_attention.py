@@ -173,7 +173,9 @@ def test_inputs_come_back(kv_format: str) -> None:
 def test_plans_fill_the_device_and_leave_no_head_out() -> None:
     for rows in (1, 12, 64, 65, 256):
         for group in (1, 3, 5, 8, 12):
-            queries, together, splits = cuda_attention.plan(rows, 12, group, True)
+            queries, together, splits = cuda_attention.plan(
+                rows, 12, group, Shape("fp16", 128, 1, True)
+            )
             heads, blocks = queries // together, -(-rows // together)
             assert 1 <= queries <= 4 and queries == heads * together
             assert splits == 16 or blocks * 12 * -(-group // heads) * splits >= 384
