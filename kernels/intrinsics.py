@@ -959,6 +959,62 @@ def _tile_product(fragments: list[Any]) -> Any:
         return a @ b
 
 
+@op(
+    "rrrr",
+    "rrrrrrrrrr",
+    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, "
+    "{$12,$13}, {$4,$5,$6,$7};",
+)
+def mma_u8s8(
+    c0: int, c1: int, c2: int, c3: int,
+    a0: int, a1: int, a2: int, a3: int, b0: int, b1: int,
+) -> Four:  # fmt: skip
+    """c + A B for a 16x32 tile A of unsigned bytes (row major) and a 32x8 tile B of signed ones, over the warp."""
+    return _add_bytes((c0, c1, c2, c3), (a0, a1, a2, a3, b0, b1), _signed_bytes_product)
+
+
+@op(
+    "rrrr",
+    "rrrrrrrrrr",
+    "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, "
+    "{$12,$13}, {$4,$5,$6,$7};",
+)
+def mma_u8u8(
+    c0: int, c1: int, c2: int, c3: int,
+    a0: int, a1: int, a2: int, a3: int, b0: int, b1: int,
+) -> Four:  # fmt: skip
+    """`mma_u8s8` with unsigned bytes in B."""
+    return _add_bytes((c0, c1, c2, c3), (a0, a1, a2, a3, b0, b1), _bytes_product)
+
+
+def _add_bytes(c: Four, registers: tuple[int, ...], product_of: Any) -> Four:
+    thread = emulator.current()
+    product = thread.warp.collective(registers, product_of)
+    row, column = divmod(thread.lane, 4)
+    there = product[row : row + 9 : 8, 2 * column : 2 * column + 2].reshape(4)
+    return tuple(int(x) for x in there + np.array(c, np.int64))  # type: ignore[return-value]
+
+
+def _bytes_product(fragments: list[Any], sign: Any = np.uint8) -> Any:
+    """A B from the registers of all 32 lanes, as integers."""
+    data = np.array(fragments, dtype=np.int64).astype(np.uint32).view(np.uint8)
+    # (lane g, lane t, register, byte): a's registers are (low, high rows) of the low, then the high columns
+    parts = data.reshape(8, 4, 6, 4)
+    a, b = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+    for register in range(4):
+        rows, columns = 8 * (register & 1), 16 * (register >> 1)
+        a[rows : rows + 8, columns : columns + 16] = parts[:, :, register].reshape(8, 16)
+    for register in range(2):
+        b[16 * register : 16 * register + 16] = (
+            parts[:, :, 4 + register].view(sign).reshape(8, 16).T
+        )
+    return a @ b
+
+
+def _signed_bytes_product(fragments: list[Any]) -> Any:
+    return _bytes_product(fragments, np.int8)
+
+
 @traced("f")
 def sum_of_8_lanes(value: float) -> float:
     """The sum over each aligned group of 8 lanes, the same bits in all of them."""
