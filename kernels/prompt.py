@@ -20,7 +20,15 @@ from kernels.compiler import Variant
 from kernels.layout import FragmentCache
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention
 from kernels.prompt_gather import GatherShape, cache_arguments, gather
-from kernels.prompt_products import Product, add_product, keep_equal, multiply, pieces
+from kernels.prompt_products import (
+    Product,
+    add_product,
+    fastest_count,
+    keep_equal,
+    multiply,
+    pieces,
+    pieces_up_to,
+)
 from kernels.prompt_rows import SplitShape
 from kernels.prompt_tiles import PromptTiles
 from kernels.runtime import launch
@@ -93,7 +101,15 @@ class PromptPass:
         self.spec, self.layers, self.cache = spec, layers, cache
         self.block_tables, self.angles, self.slopes = block_tables, angles, slopes
         self.device = block_tables.device
-        self.buckets = tuple(sorted(buckets or keep_equal(self._products())))
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        products = self._products()
+        self.buckets = tuple(sorted(buckets or keep_equal(products)))
+        # Equal bits leave the choice of the piece to time.
+        self.fastest = {
+            key: fastest_count(product, weight, self.buckets)
+            for key, (product, weight) in {(p, w.shape): (p, w) for p, w in products}.items()
+        }
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
         self._split = prompt_rows.split_qkv(spec.split)
@@ -210,7 +226,8 @@ class PromptPass:
         return held[:rows]
 
     def _multiply(self, product: Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        for first, count in pieces(len(x), self.buckets):
+        most = self.fastest[product, weight.shape]
+        for first, count in pieces_up_to(len(x), most, self.buckets):
             product(x[first : first + count], weight, out[first : first + count])
 
     def _normalise(self, x: Tensor, gain: Tensor, h: Tensor, rows: int) -> None:
