@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels import cpu_attention, cpu_cut, cpu_dense, cpu_exits, cpu_sampling
 from kernels.cpu_dense import PANEL
+from kernels.cpu_wave import advance_wave as advance_wave
 from kernels.layout import CutCache, HostPaging, Packed, PagedCache, Paging
 
 DEVICE = torch.device("cpu")

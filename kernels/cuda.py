@@ -25,9 +25,11 @@ from kernels.cuda_linear import linear, linear_add, pack
 from kernels.layout import CutCache, FragmentCache, PagedCache, Paging
 from kernels.runtime import launch
 from kernels.sampling import pack_settings as pack_choices
+from kernels.wave import advance_wave
 
 __all__ = [
-    "DEVICE", "activate", "attention", "choose", "choose_packed", "divergence", "embed_rows", "linear", "linear_add", "log_probabilities",
+    "DEVICE", "activate", "advance_wave", "attention", "choose", "choose_packed", "divergence", "embed_rows", "linear", "linear_add",
+    "log_probabilities",
     "norm", "pack", "pack_choices", "prepare_qkv", "read_inputs", "relative_change", "set_threads", "store_inputs", "store_kv",
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 BLOCK_SIZE = 64  # key positions per block
 NUM_SINKS = 4  # first keys that a cache window keeps
+WAVE_WORDS, RECORD_WORDS, NUM_RECORDS = 16, 8, 16  # see `WaveBuffers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +159,24 @@ class HostPaging:
             names = [f.name for f in fields(HostPaging)]
             paging.arrays = HostPaging(*(getattr(paging, name).numpy() for name in names))
         return paging.arrays
+
+
+@dataclass(slots=True)
+class WaveBuffers:
+    """Waves of guesses that a device runs on its own (`kernels.wave`): w sequences with r rows each, r a power of 2 up to 32.
+
+    A wave's node at position p has row (p - base) % r of the wave's rows, which follow each other. Nodes stand at the positions from the
+    root on; the root is the last committed token, the others are guesses.
+
+    Attributes:
+        states: int32 (max_waves, WAVE_WORDS), words as `kernels.wave` names them; the last two are the 64-bit noise key of the seed.
+        done: int32 (max_rows,) loops that the node of each row has run.
+        is_new: bool (max_rows,) rows that start cold.
+        records: int32 (NUM_RECORDS, max_waves, RECORD_WORDS), a ring of what each segment did: 1 if a token was committed, the token, 1 if
+            it had been guessed, guesses made, rows run. In memory that the host reads.
+    """
+
+    states: Tensor
+    done: Tensor
+    is_new: Tensor
+    records: Tensor
