@@ -72,6 +72,7 @@ def load(settings: Settings) -> Loaded:
     log.info("loading %s; the first start also compiles the CPU kernels", artifact.config.name)
     engine = Engine(artifact, options)
     load_check.check(engine)
+    engine.model.warm_up(engine.limits.loops_default)
     warm_up(engine)
     return Loaded(engine, device)
 

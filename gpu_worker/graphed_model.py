@@ -29,6 +29,15 @@ class GraphedModel(Model):
         """Makes the buffers for up to `max_rows` rows over `cache`, which has a spare slot."""
         self.graphs = DecodeGraphs(self, cache, max_rows)
 
+    def warm_up(self, loops: int) -> None:
+        """Captures what plain steps at that depth and all others use, so that no request waits for it."""
+        graphs = self.graphs
+        if graphs is None or self.device.type != "cuda":
+            return
+        for bucket in graphs.buckets:
+            for kind, count in (("step", loops), ("enter", 0), ("passes", 1), ("finish", 0)):
+                graphs.captured(kind, bucket, count)
+
     def trunk(
         self, rows: Rows, cache: KVCache, after_pass: AfterPass | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,9 @@ class Model:
     def _make_weights(self, tensors: Mapping[str, Tensor]) -> Weights:
         return pack_weights(self.config, tensors, self.ops)
 
+    def warm_up(self, loops: int) -> None:
+        """Prepares what steps of few rows at that depth use."""
+
     # ------------------------------------------------------------------------------------------------------- the stages
 
     def trunk(

@@ -50,12 +50,12 @@ def make_runs(
     ]  # fmt: skip
 
 
-def measure(engine: Engine, runs: list[Run]) -> dict[str, float]:
-    """Runs them together; medians over the steps that only decode."""
+def measure(engine: Engine, runs: list[Run], *, with_device: bool = False) -> dict[str, float]:
+    """Runs them together; medians over the steps that only decode. `with_device`: also the device's own time, in the middle."""
     for run in runs:
         engine.add(run)
     began = time.perf_counter()
-    first_token_s, steps, tokens, last = 0.0, [], 0, began
+    first_token_s, alone_ms, steps, tokens, last = 0.0, 0.0, [], 0, began
     while engine.has_work():
         result = engine.step()
         now = time.perf_counter()
@@ -66,19 +66,26 @@ def measure(engine: Engine, runs: list[Run]) -> dict[str, float]:
         if made == len(runs):
             steps.append(1000 * (now - last))
         last = now
+        if with_device and len(steps) == runs[0].params.max_tokens // 2:
+            alone_ms = device_ms(engine, len(runs), runs[0].params.loops)
+            last = time.perf_counter()
     steady = steps[2:-1] or steps
     step_ms = statistics.median(steady)
+    alone = (
+        {"device_ms": alone_ms, "idle_percent": 100 * (1 - alone_ms / step_ms)}
+        if with_device
+        else {}
+    )
     return {
         "step_ms": step_ms,
         "tokens_per_s": len(runs) * 1000 / step_ms,
         "first_token_ms": 1000 * first_token_s,
-    }
+    } | alone
 
 
 def device_ms(engine: Engine, rows: int, loops: int, repeats: int = 20) -> float:
-    """A plain step on the device alone: its graph, replayed on the last step's rows."""
-    if not isinstance(engine.model, GraphedModel) or engine.model.graphs is None:
-        return float("nan")
+    """A plain step on the device alone: its graph, replayed on the rows of the step under way."""
+    assert isinstance(engine.model, GraphedModel) and engine.model.graphs is not None
     graphs = engine.model.graphs
     step = graphs.captured("step", graphs.bucket(rows), loops)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,9 +144,7 @@ def main() -> None:
     for count in rows:
         runs = make_runs(engine, count, options.context, options.tokens, [default])
         measure(engine, make_runs(engine, count, 64, 6, [default]))
-        found = measure(engine, runs)
-        found["device_ms"] = device_ms(engine, count, default)
-        found["idle_percent"] = 100 * (1 - found["device_ms"] / found["step_ms"])
+        found = measure(engine, runs, with_device=engine.options.is_graphed)
         note(f"{count} rows, context {options.context}", found)
     if 64 in rows and default >= 8:
         mixed = [2, 3, 4, 5, 6, 7, 8]
