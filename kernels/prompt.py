@@ -112,7 +112,7 @@ class PromptPass:
         }
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
-        self._split = prompt_rows.split_qkv(spec.split)
+        self._split = prompt_rows.split_qkv(replace(spec.split, is_gathered=cache.kind == "fp16"))
         shape = replace(spec.attention, kind=cache.kind)
         self._attention = prompt_attention(shape)
         self._windowed = prompt_attention(replace(shape, has_windows=True))
@@ -186,18 +186,18 @@ class PromptPass:
         width = spec.num_heads * spec.head_dim
         h, q = self._buffer("h", padded, spec.d_model), self._buffer("q", padded, width)
         qkv = self._buffer("qkv", padded, spec.split.parts * spec.head_dim)
+        gathered = self._buffer("gathered", num_items, spec.num_kv_heads * 128 * spec.head_dim)
         self._normalise(x, weights.norm1, h, rows)
         self._multiply(multiply, h, weights.qkv, qkv)
         launch(
             self._split, (num_tiles * spec.split.parts, 1), qkv, q, *where[3:6], exact_tables, tiles.counts, tiles.tiles,
-            self.angles, num_tables, max_blocks,
+            self.angles, gathered, num_tables, max_blocks,
         )  # fmt: skip
         if is_int4:
             launch(
                 self._commit, (num_tiles * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables, tiles.counts,
                 tiles.tiles, num_tables, max_blocks,
             )  # fmt: skip
-        gathered = self._buffer("gathered", num_items, spec.num_kv_heads * 128 * spec.head_dim)
         launch(
             self._gather, (num_items * spec.num_kv_heads, 1), *where, self.block_tables, exact_tables, tiles.counts,
             tiles.items, gathered, num_tables, max_blocks,
@@ -281,7 +281,7 @@ def variants() -> dict[str, Variant]:
     found["prompt_gather"] = gather(GatherShape(12, 128))
     found["prompt_gather_int4"] = gather(GatherShape(12, 128, "int4"))
     found["prompt_commit"] = prompt_rows.commit_tiles(128, 12)
-    found["prompt_split_half"] = prompt_rows.split_qkv(SplitShape(12, 12, 128, True, True))
+    found["prompt_split_half"] = prompt_rows.split_qkv(SplitShape(12, 12, 128, True, True, True))
     found["prompt_split_pairs"] = prompt_rows.split_qkv(SplitShape(16, 2, 64, True, False))
     found["prompt_split_plain"] = prompt_rows.split_qkv(SplitShape(8, 8, 96, False, True))
     return found

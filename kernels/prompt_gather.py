@@ -30,7 +30,12 @@ from kernels.layout import FragmentCache
 from kernels.prompt_gather_stored import make_load_stored, make_put_sinks, make_restore
 from kernels.warpgroup import swizzled
 
-ITEM_FIELDS = 4  # int32 of a gathered block: slot, table, block, whether from its exact copy
+ITEM_FIELDS = 4  # int32 of a gathered block: slot, table, block, which of the following
+STORED, EXACT, WRITTEN = (
+    0,
+    1,
+    2,
+)  # brought from its stored form, from its exact copy, or written by `split_qkv` in this pass
 _THREADS = 128
 
 
@@ -86,10 +91,9 @@ def make_put(shape: GatherShape, is_value: bool) -> Any:
             for high in range(2):
                 if is_value:
                     pair = warp + 4 * i
-                    row, matrix = (pair >> 1) * 16 + high * 8 + g, (pair & 1) * (dim * 64)
+                    at = value_unit((pair >> 1) * 16 + high * 8 + g, t, pair & 1, dim)
                 else:
-                    row, matrix = key_row(warp * 16 + high * 8 + g), i * 4096
-                at = matrix + row * 64 + swizzled(t, row & 7) * 16
+                    at = key_unit(warp * 16 + high * 8 + g, 4 * i + t)
                 words = a[high], a[2 + high], b[high], b[2 + high]
                 store_128_if(target + at, *words, 1)
 
@@ -99,6 +103,17 @@ def make_put(shape: GatherShape, is_value: bool) -> Any:
 def key_row(position: Any) -> Any:
     """The row of a block's key in shared memory: so that a lane's scores are those that the product with V wants from it."""
     return (position & 32) + ((position >> 1) & 3) * 8 + ((position >> 3) & 3) * 2 + (position & 1)
+
+
+def key_unit(position: Any, octet: Any) -> Any:
+    """Where 8 columns of a block's key lie, in bytes from the block's K."""
+    row = key_row(position)
+    return (octet >> 2) * 4096 + row * 64 + swizzled(octet & 3, row & 7) * 16
+
+
+def value_unit(d: Any, unit: Any, high: Any, dim: int) -> Any:
+    """Where dim d of 8 positions lies, in bytes from the block's V: of the 32 lower or higher ones 2 x unit + (0, 1, 8, 9, 16, 17, 24, 25)."""
+    return high * (dim * 64) + d * 64 + swizzled(unit, d & 7) * 16
 
 
 def _make_kernel(shape: GatherShape) -> Any:
@@ -135,13 +150,15 @@ def _make_kernel(shape: GatherShape) -> Any:
         grid_dependency_wait()
         if quotient(block_x(), heads) >= load_i32(counts + 8):
             return
-        index, is_exact = load_i32(item + 8), load_i32(item + 12)
+        index, source_kind = load_i32(item + 8), load_i32(item + 12)
+        if source_kind == WRITTEN:
+            return
         at = wide((load_i32(item) * num_tables + load_i32(item + 4)) * max_blocks + index) * 4
         block = load_i32(block_tables + at)
         if not is_int4:
             source = stored + stored_layer + wide(block) * stored_block + head * (2 * half_bytes)
             move(source, target, warp, lane)
-        elif is_exact:
+        elif source_kind == EXACT:
             copy = load_i32(exact_tables + at)
             source = exact + exact_layer + wide(copy) * exact_block + head * (2 * half_bytes)
             move(source, target, warp, lane)

@@ -45,6 +45,7 @@ from kernels.intrinsics import (
 )
 from kernels.layout import NUM_SINKS
 from kernels.prompt_attention import TILE_FIELDS
+from kernels.prompt_gather import key_unit, value_unit
 
 _LOG2E = 1.4426950408889634
 
@@ -219,13 +220,17 @@ _SPLIT_THREADS = 128
 
 @dataclass(frozen=True)
 class SplitShape:
-    """head_dim is a multiple of 32; pairs of rotary positions are (i, i + head_dim / 2) or (2i, 2i + 1)."""
+    """head_dim is a multiple of 32; pairs of rotary positions are (i, i + head_dim / 2) or (2i, 2i + 1).
+
+    `is_gathered`: K and V of full tiles also go to the blocks that `prompt_gather` would gather.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     is_rotary: bool
     is_half_pairing: bool
+    is_gathered: bool = False
 
     @property
     def parts(self) -> int:
@@ -284,8 +289,10 @@ def _make_split(shape: SplitShape) -> Any:
             store_128_if(at, *_words([value * scale for value in values]), is_row)
 
     @traced()
-    def put_key(head: Any, out: Any, angles: Any, first: Any, rows: Any, item: Any) -> None:
-        """Two rows, 8 positions apart: their words alternate in the cache."""
+    def put_key(
+        head: Any, out: Any, gathered: Any, angles: Any, first: Any, rows: Any, item: Any
+    ) -> None:
+        """Two rows, 8 positions apart: their words alternate in the cache. Those of a full tile go to the gathered blocks, too."""
         pair, octet = quotient(item, octets), remainder(item, octets)
         place = (pair >> 3) * 16 + (pair & 7)
         found = []
@@ -295,8 +302,12 @@ def _make_split(shape: SplitShape) -> Any:
             found.append((turn(head, row, octet, angles, first + row, is_row), is_row))
         (low, is_low), (high, is_high) = found
         is_both = is_low & is_high
+        is_full = less(63, rows)
         for i in range(2):
             words = [*_words(low[i]), *_words(high[i])]
+            for j in range(2) if shape.is_gathered else ():
+                at = gathered + key_unit(place + 8 * j, octet + octets * i)
+                store_128_if(at, *words[4 * j : 4 * j + 4], is_full)
             for step in range(2):
                 at = out + key_place(place, (octet + octets * i) * 8 + 4 * step, dim) * 2
                 mixed = [
@@ -310,7 +321,7 @@ def _make_split(shape: SplitShape) -> Any:
                     store_32_if(at + 4 * j, word, (1 - is_both) & (is_high if j % 2 else is_low))
 
     @traced()
-    def put_values(head: Any, out: Any, item: Any) -> None:
+    def put_values(head: Any, out: Any, gathered: Any, item: Any) -> None:
         """Positions 2t, 2t + 1, 2t + 8 and 2t + 9 of a step, 16 dims; all rows are there."""
         t, step, tile = item & 3, (item >> 2) & 3, item >> 4
         words = []
@@ -326,6 +337,9 @@ def _make_split(shape: SplitShape) -> Any:
                         (a >> 16 | b & 0xFFFF0000) if g % 2 else (a & 0xFFFF | (b & 0xFFFF) << 16)
                     )
             store_128_if(out + ((tile * 4 + step) * 32 + 4 * g + t) * 16, *unit, 1)
+            for high in range(2) if shape.is_gathered else ():
+                at = gathered + value_unit(tile * 16 + 8 * high + g, t, step >> 1, dim)
+                store_64_if(at + (step & 1) * 8, unit[high], unit[2 + high], 1)
 
     @traced()
     def put_some_values(head: Any, out: Any, first: Any, rows: Any, item: Any) -> None:
@@ -339,7 +353,7 @@ def _make_split(shape: SplitShape) -> Any:
 
     def kernel(
         qkv: Any, q: Any, cache: Any, layer_bytes: Any, block_bytes: Any, tables: Any, counts: Any, tiles: Any,
-        angles: Any, num_tables: Any, max_blocks: Any,
+        angles: Any, scratch: Any, num_tables: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
         tile = tiles + quotient(block_x(), parts) * (4 * TILE_FIELDS)
         part, thread = remainder(block_x(), parts), thread_id()
@@ -359,15 +373,17 @@ def _make_split(shape: SplitShape) -> Any:
                 tables + (wide((slot * num_tables + which) * max_blocks) + (first >> 6)) * 4
             )
             block = cache + layer_bytes + wide(entry) * block_bytes
+            own = scratch + wide(load_i32(tile + 32) * kv_heads) * (2 * half_bytes)
             if part < heads + kv_heads:
-                out = block + (part - heads) * (2 * half_bytes)
+                head_at = (part - heads) * (2 * half_bytes)
                 for item in range(thread, 32 * octets, _SPLIT_THREADS):
-                    put_key(head, out, angles, first, rows, item)
+                    put_key(head, block + head_at, own + head_at, angles, first, rows, item)
             else:
-                out = block + (part - heads - kv_heads) * (2 * half_bytes) + half_bytes
+                head_at = (part - heads - kv_heads) * (2 * half_bytes) + half_bytes
+                out = block + head_at
                 if rows == 64:
                     for item in range(thread, dim, _SPLIT_THREADS):
-                        put_values(head, out, item)
+                        put_values(head, out, own + head_at, item)
                 else:
                     for item in range(thread, rows * 2 * octets, _SPLIT_THREADS):
                         put_some_values(head, out, first, rows, item)
@@ -381,13 +397,13 @@ def split_qkv(shape: SplitShape) -> Variant:
     Kernel arguments: qkv fp16 (rows, parts, head_dim); q fp16 (rows, num_heads, head_dim), written; the cache of exact blocks, bytes of
     the layer's offset and of a block over all layers; its tables int32 (slots, tables, max_blocks); counts and tiles of
     `PromptTiles` (blocks of threads past them leave at once);
-    angles float32 (max_pos, head_dim / 2, 2), cos and sin; num_tables, max_blocks.
+    angles float32 (max_pos, head_dim / 2, 2), cos and sin; scratch of `prompt_gather`, written if `is_gathered`; num_tables, max_blocks.
     """
     return Variant(
         name=f"prompt_split_h{shape.num_heads}k{shape.num_kv_heads}d{shape.head_dim}"
-        f"r{int(shape.is_rotary)}{int(shape.is_half_pairing)}",
+        f"r{int(shape.is_rotary)}{int(shape.is_half_pairing)}g{int(shape.is_gathered)}",
         function=_make_split(shape),
-        args="lllllllll" + "rr",
+        args="llllllllll" + "rr",
         num_threads=_SPLIT_THREADS,
         blocks_per_sm=4,
         constants=(shape,),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_SIZE
 from kernels.prompt_attention import TILE_FIELDS, UNIT_TILES
-from kernels.prompt_gather import ITEM_FIELDS
+from kernels.prompt_gather import EXACT, ITEM_FIELDS, WRITTEN
 
 Ints = NDArray[np.integer]
 
@@ -90,6 +90,8 @@ def make_tiles(
     units = np.cumsum(ordinals % UNIT_TILES == 0) - 1
     counts = np.diff(np.append(firsts, len(slots)))
     items, gathered = _items(slots, tables, positions, windows, firsts, starts, lengths, kind)
+    if kind == "fp16":
+        items[gathered[2][counts == BLOCK_SIZE], 3] = WRITTEN
     columns = (
         slots[firsts], tables[firsts], positions[firsts], firsts, counts, windows[firsts], *gathered,
     )  # fmt: skip
@@ -134,7 +136,7 @@ def _items(
             read = np.append(read, blocks)
         part = np.zeros((len(read), ITEM_FIELDS), dtype=np.int32)
         part[:, 0], part[:, 1], part[:, 2] = slots[row], tables[row], read
-        part[len(read) - (length if kind == "int4" else 0) :, 3] = 1
+        part[len(read) - (length if kind == "int4" else 0) :, 3] = EXACT
         parts.append(part)
         num_items += len(read)
     return np.concatenate(parts).astype(np.int32), (zeros, shifts, owns)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kernels import fragments, prompt_products, prompt_rows  # noqa: E402
 from kernels.layout import FragmentCache  # noqa: E402
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec  # noqa: E402
 from kernels.prompt_attention import prompt_attention  # noqa: E402
-from kernels.prompt_gather import GatherShape, cache_arguments, gather  # noqa: E402
+from kernels.prompt_gather import STORED, GatherShape, cache_arguments, gather  # noqa: E402
 from kernels.prompt_tiles import PromptTiles, make_tiles  # noqa: E402
 from kernels.runtime import launch, set_build_dir  # noqa: E402
 
@@ -162,6 +163,7 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
             launch, gather(GatherShape(shape.num_kv_heads, dim)), (tiles.num_items * shape.num_kv_heads, 1),
             *cache_arguments(cache, 0), tables, tables, tiles.counts, tiles.items, scratch, 1, blocks,
         )  # fmt: skip
+        tiles.items[:, 3] = STORED
         ms = time_captured(bring)
         moved = 2 * scratch.numel() / ms / 1e9
         print(f"gather {sequences}x{length}: {ms * 1e3:.1f} us, {moved:.2f} TB/s")
@@ -215,6 +217,8 @@ def bench_rows(rows: int) -> None:
     cache, tiles = new_cache(rows // 64, 1), tiles_of([(0, 0, rows)])
     tables = torch.arange(rows // 64, device="cuda").int().view(1, 1, -1)
     grid = (prompt_rows.gate_grid(rows, ff), 1)
+    split = replace(split, is_gathered=True)
+    scratch = torch.empty(rows // 64, 12 * 128 * split.head_dim, device="cuda", dtype=torch.half)
     split_grid = (len(tiles.tiles) * split.parts, 1)
     runs = {
         "norm": (rows * d * 6, partial(launch, prompt_rows.norm(d), (blocks, 1), x, gain, h, rows, 1e-6)),
@@ -223,7 +227,7 @@ def bench_rows(rows: int) -> None:
             qkv.numel() * 4,
             partial(
                 launch, prompt_rows.split_qkv(split), split_grid, qkv, q, cache.exact, 0, cache.exact.stride(0),
-                tables, tiles.counts, tiles.tiles, angles(rows), 1, rows // 64,
+                tables, tiles.counts, tiles.tiles, angles(rows), scratch, 1, rows // 64,
             ),
         ),
     }  # fmt: skip

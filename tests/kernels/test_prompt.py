@@ -13,7 +13,7 @@ from kernels import fragments, prompt_products, prompt_rows, reference
 from kernels.layout import FragmentCache, PagedCache, Paging
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention
-from kernels.prompt_gather import GatherShape, cache_arguments, gather
+from kernels.prompt_gather import STORED, WRITTEN, GatherShape, cache_arguments, gather
 from kernels.prompt_rows import SplitShape
 from kernels.prompt_tiles import PromptTiles, make_tiles
 from kernels.runtime import launch
@@ -52,6 +52,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     out = torch.full(q.shape, float("nan")).half()
     kv_heads, dim = shape.num_kv_heads, shape.head_dim
+    tiles.items[:, 3][tiles.items[:, 3] == WRITTEN] = STORED
     scratch = torch.full((len(tiles.items), kv_heads, 256 * dim), 255, dtype=torch.uint8)
     launch(
         gather(GatherShape(kv_heads, dim, cache.kind)), (len(tiles.items) * kv_heads, 1),
@@ -210,9 +211,9 @@ def test_gate(rows: int) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(SplitShape(2, 1, 32, True, True), id="half"),
+        pytest.param(SplitShape(2, 1, 32, True, True, True), id="half_gathered"),
         pytest.param(SplitShape(1, 1, 64, True, False), id="interleaved"),
-        pytest.param(SplitShape(1, 1, 96, False, True), id="plain"),
+        pytest.param(SplitShape(1, 1, 96, False, True, True), id="plain_gathered"),
     ],
 )
 def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
@@ -228,10 +229,11 @@ def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
     cache, _ = _caches(5, kv, dim)
     before = cache.stored.clone()
     q = torch.full((len(slots), shape.num_heads * dim), float("nan")).half()
+    scratch = torch.zeros(tiles.num_items, kv, 256 * dim, dtype=torch.uint8)
     launch(
         prompt_rows.split_qkv(shape), (len(tiles.tiles) * shape.parts, 1), qkv, q, cache.exact,
         LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles.counts, tiles.tiles,
-        table if shape.is_rotary else None, *block_tables.shape[1:],
+        table if shape.is_rotary else None, scratch, *block_tables.shape[1:],
     )  # fmt: skip
     heads = (shape.num_heads, kv, dim)
     want = qkv.float().clone()
@@ -262,6 +264,17 @@ def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
         old_keys[block, :, offset] = keys[block, :, offset]
         old_values[block, :, offset] = values[block, :, offset]
     assert torch.equal(keys, old_keys) and torch.equal(values, old_values), "others were written"
+    if shape.is_gathered:
+        written = tiles.items[:, 3] == WRITTEN
+        assert written.sum() == 1
+        tiles.items[:, 3] = STORED
+        gathered = scratch.clone()
+        launch(
+            gather(GatherShape(kv, dim)), (tiles.num_items * kv, 1), *cache_arguments(cache, LAYER), block_tables,
+            None, tiles.counts, tiles.items, gathered, *block_tables.shape[1:],
+        )  # fmt: skip
+        assert torch.equal(scratch[written], gathered[written])
+        assert not scratch[~written].any()
 
 
 def test_full_blocks_are_stored_in_4_bits_and_first_keys_kept() -> None:
