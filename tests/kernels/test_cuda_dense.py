@@ -5,6 +5,10 @@ Tolerances: both sides are fp32 unless said; functions are good to a few 1e-7.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -106,3 +110,15 @@ def test_no_rows() -> None:
     assert cuda_dense.norm(torch.empty(0, 8), torch.ones(8), None, 1e-5).shape == (0, 8)
     assert cuda_dense.activate(torch.empty(0, 8), "silu_glu").shape == (0, 4)
     assert len(cuda_dense.divergence(torch.empty(0, 8), torch.empty(0, 8))) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_parity_and_bits_on_the_gpu() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_dense.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--only", "check"],
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "\n0 checks failed" in run.stdout
