@@ -156,7 +156,7 @@ def direct_shape(kind: str, num_tiles: int, groups: int) -> Sliced:
     chunk, blocks = (3, 2) if is_small and not is_few else (6, 1)
     if kind == "pair":
         chunk, blocks = -(-chunk // 2), 1
-    return Sliced(kind, 1, 1, chunk, max_groups, blocks, 4 if is_small else 8)
+    return Sliced(kind, 1, 1, chunk, max_groups, blocks, 4 if is_small else 8, True)
 
 
 def staged_shape(kind: str, num_tiles: int, n: int) -> Sliced | Tiled:

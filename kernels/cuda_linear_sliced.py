@@ -63,6 +63,7 @@ class Sliced:
     max_groups: int = 0
     blocks_per_sm: int = 1
     held: int = 4  # groups of x in registers while the block stages it
+    is_deep: bool = False  # whether two chunks, not one, are fetched ahead
 
     @property
     def row_floats(self) -> int:
@@ -91,7 +92,7 @@ def make_sliced(shape: Sliced) -> Any:
     w_stride, x_stride = RUN * group_bytes, RUN * X_GROUP_BYTES
     row_floats, partial_bytes = shape.row_floats, shape.partial_bytes
     assert RUN % tiles == 0 and RUN % columns == 0, "a block's tiles lie in one run"
-    is_direct = shape.max_groups > 0
+    is_direct, is_deep = shape.max_groups > 0, shape.is_deep
     width_shift = (16 * tiles).bit_length() - 1
     zeros_at, x_at = SLICES * partial_bytes, SLICES * partial_bytes + 512
     num_acc = 4 * tiles * columns
@@ -230,11 +231,11 @@ def make_sliced(shape: Sliced) -> Any:
         low = warp * per
         end = min(groups, low + per)
         weights += low * w_stride + lane * 16
-        tile_ahead, ahead = block_x() * tiles, low  # what is loaded next
+        tile_ahead, ahead = block_x() * tiles, low  # what is fetched next
         own = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
         tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
-        later = own
-        if is_direct:
+        later, group_later = own, ahead
+        if is_deep:
             later = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
             tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
         grid_dependency_launch()
@@ -247,11 +248,14 @@ def make_sliced(shape: Sliced) -> Any:
             mine = stage(x, first_row, n, num_in, low, end, lane, at_x + x_at)
             sync_warp()
             inverses = share_inverses(mine, lane)
-            parts = no_x()
+            parts = later_x = no_x()
         else:
             at_x = shared
             x += run_place(block_y() * columns, groups, X_GROUP_BYTES) + lane * 16
             parts = load_x(x + low * x_stride, low, end, num_columns)
+            later_x = parts
+            if is_deep:
+                later_x = load_x(x + group_later * x_stride, group_later, end, num_columns)
             inverses = load_inverses(inverse, first_row + 2 * (lane & 3), n, warp)
         num_sums = min(n - first_row, 8 * columns) * (16 * tiles)
         for tile in range(block_x() * tiles, num_tiles, grid_x() * tiles):
@@ -259,11 +263,13 @@ def make_sliced(shape: Sliced) -> Any:
             for group in range(low, end, chunk):
                 coming = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
                 if is_direct:
-                    acc = multiply(acc, own, parts, at_x, group, end)
-                    own, later = later, coming
+                    coming_x = parts
                 else:
                     coming_x = load_x(x + ahead * x_stride, ahead, end, num_columns)
-                    acc = multiply(acc, own, parts, at_x, group, end)
+                acc = multiply(acc, own, parts, at_x, group, end)
+                if is_deep:
+                    own, later, parts, later_x = later, coming, later_x, coming_x
+                else:
                     own, parts = coming, coming_x
                 tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
             in_tile = thread_id()
