@@ -266,6 +266,19 @@ def load_acquire(address: int) -> int:
     return emulator.poll_global(address)
 
 
+@op(
+    "r",
+    "lr",
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.relaxed.gpu.global.u32 $0, [$1];}",
+    memory=True,
+)
+def load_polled_if(address: int, condition: int) -> int:
+    """A word that another block may write at any time, or 0 where `condition` is 0."""
+    if not condition:
+        return 0
+    return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
+
+
 @op("r", "lr", "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", memory=True)
 def add_fetch(address: int, value: int) -> int:
     """Add; the number before. Orders what this thread has seen before what whoever adds next sees."""
@@ -874,6 +887,12 @@ def fma_half2(a: int, b: int, c: int) -> int:
 def mul_half2(a: int, b: int) -> int:
     low, high = (_half_bits(_half(a >> s) * _half(b >> s)) for s in (0, 16))
     return low | high << 16
+
+
+@op("r", "r", "mov.b32 $0, $1;", volatile=True)
+def opaque(x: int) -> int:
+    """The same integer, of which the compiler knows nothing: what depends on it is computed where it is used, not kept over a loop."""
+    return x
 
 
 # --- across the warp -------------------------------------------------------------------------------
