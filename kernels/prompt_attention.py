@@ -49,6 +49,7 @@ from kernels.prompt_attention_parts import (
     make_slope,
     make_softmax,
     make_zeros,
+    pack_weights,
     start,
 )
 from kernels.warpgroup import (
@@ -118,16 +119,17 @@ def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
     half_bytes, row_bytes, is_windowed = shape.half_bytes, 2 * dim, shape.has_windows
     bars_at, is_int4 = 2 * stages * half_bytes, shape.kind == "int4"
     scores, both, weighted = _make_products(shape)
-    wait_out = make_wait(dim // 2)
+    wait_out, half_dim = make_wait(dim // 2 + 32), dim // 2
     load_query, correct = make_load_query(shape), make_correct(shape)
     softmax, softmax_own = make_softmax(shape, is_windowed), make_softmax(shape, True)
     zeros, finish, load_slope = make_zeros(shape), make_finish(shape), make_slope(shape)
     more_registers = make_registers(_USER_REGISTERS, is_more=True)
     fewer_registers = make_registers(_BRINGER_REGISTERS, is_more=False)
 
-    @traced("f" * (dim // 2))
-    def finished(out: Any) -> Any:
-        return wait_out(*out)
+    @traced("f" * (dim // 2) + "f" * 32)
+    def finished(out: Any, weights: Any) -> Any:
+        """out after the product that was started, and the weights, which may not become the next factors before."""
+        return wait_out(*out, *weights)
 
     @traced("r")
     def is_corrected(fix0: Any, fix1: Any) -> Any:
@@ -254,57 +256,50 @@ def _make_kernel(shape: PromptAttentionShape, stages: int) -> Any:
                     position = first + row + (lane >> 2)
                     top0, top1, sum0, sum1 = start()
                     total = zeros()
-                    at = done
                     if before == 0:
                         pass_by(base, done, own, lane)
-                        at = own
+                    at = done if before > 0 else own
                     shown = scores(query, arrived(base, at, 0))
                     used(base, at, 0, lane)
-                    for index in range(before):
-                        block = index + skipped if index > 0 else 0
-                        step = softmax(
-                            shown, top0, top1, sum0, sum1, block * 64, position, window, slope, lane
-                        )
-                        top0, top1, sum0, sum1 = step[16], step[17], step[18], step[19]
-                        total = finished(total)
-                        at = done + index
-                        if index > 0:
-                            used(base, at - 1, 1, lane)
-                        if is_corrected(step[20], step[21]):
-                            total = correct(total, step[20], step[21])
-                        following = at + 1
-                        if is_int4 and index + 1 == before:
-                            pass_by(base, following, own, lane)
-                            following = own
-                        result = both(
-                            total,
-                            query,
-                            step[0:16],
-                            arrived(base, following, 0),
-                            arrived(base, at, 1),
-                        )
-                        shown, total = result[0:32], result[32:]
-                        used(base, following, 0, lane)
                     step = softmax_own(
-                        shown,
-                        top0,
-                        top1,
-                        sum0,
-                        sum1,
-                        (first >> 6) * 64,
-                        position,
-                        window,
-                        slope,
-                        lane,
+                        shown, top0, top1, sum0, sum1, 0, position, window, slope, lane
                     )
-                    total = finished(total)
+                    weights = pack_weights(step[0:32])
+                    for index in range(1, before):
+                        at = done + index
+                        result = both(
+                            total, query, weights, arrived(base, at, 0), arrived(base, at - 1, 1)
+                        )
+                        used(base, at, 0, lane)
+                        step = softmax(
+                            result[0:32], step[32], step[33], step[34], step[35], (index + skipped) * 64,
+                            position, window, slope, lane,
+                        )  # fmt: skip
+                        ended = finished(result[32:], step[0:32])
+                        used(base, at - 1, 1, lane)
+                        total = ended[0:half_dim]
+                        weights = pack_weights(ended[half_dim:])
+                        if is_corrected(step[36], step[37]):
+                            total = correct(total, step[36], step[37])
                     if before > 0:
-                        used(base, done + before - 1, 1, lane)
-                    total = correct(total, step[20], step[21])
-                    total = weighted(total, step[0:16], arrived(base, own, 1))
+                        at = done + before - 1
+                        pass_by(base, at + 1, own, lane)
+                        result = both(
+                            total, query, weights, arrived(base, own, 0), arrived(base, at, 1)
+                        )
+                        used(base, own, 0, lane)
+                        step = softmax_own(
+                            result[0:32], step[32], step[33], step[34], step[35], (first >> 6) * 64,
+                            position, window, slope, lane,
+                        )  # fmt: skip
+                        ended = finished(result[32:], step[0:32])
+                        used(base, at, 1, lane)
+                        weights = pack_weights(ended[half_dim:])
+                        total = correct(ended[0:half_dim], step[36], step[37])
+                    total = weighted(total, weights, arrived(base, own, 1))
                     used(base, own, 1, lane)
                     pass_by(base, own + 1, end, lane)
-                    finish(total, step[18], step[19], out + head_at, row, rows, lane)
+                    finish(total, step[34], step[35], out + head_at, row, rows, lane)
                 done = end
                 turn += 1
                 at = work(turn)

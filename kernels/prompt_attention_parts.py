@@ -65,12 +65,12 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
-    @traced("r" * 16 + "f" * 6)
+    @traced("f" * 38)
     def softmax(
         scores: Any, top0: Any, top1: Any, sum0: Any, sum1: Any, first_key: Any, position: Any,
         window: Any, slope: Any, lane: Any,
     ) -> Any:  # fmt: skip
-        """The weights of a block's keys as A fragments, the new maxima and sums of rows g and g + 8, and what corrects the old.
+        """The weights of a block's keys, the new maxima and sums of rows g and g + 8, and what corrects the old.
 
         `position` is that of row g; a row sees keys up to its own that are inside its window (0: all) or sinks. The sums are a
         lane's own share.
@@ -104,14 +104,16 @@ def make_softmax(shape: PromptAttentionShape, is_masked: bool) -> Any:
             tops[high], sums[high] = top, fma(sums[high], fix, _in_pairs(shares, _plus))
             fixes.append(fix)
             weights.append(shares)
-        regs = []
-        for group in range(8):
-            for high in range(2):
-                share = weights[high]
-                regs.append(pack_half2(share[2 * group], share[2 * group + 1]))
-        return (*regs, *tops, *sums, *fixes)
+        ordered = [weights[i // 2 % 2][i // 4 * 2 + i % 2] for i in range(32)]
+        return (*ordered, *tops, *sums, *fixes)
 
     return softmax
+
+
+@traced("r" * 16)
+def pack_weights(weights: Any) -> Any:
+    """A fragments of the product with V."""
+    return tuple(pack_half2(weights[i], weights[i + 1]) for i in range(0, 32, 2))
 
 
 def make_correct(shape: PromptAttentionShape) -> Any:

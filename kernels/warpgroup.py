@@ -151,7 +151,11 @@ def make_added_product(n: int, steps: int, matrix_bytes: int) -> Any:
 
 @cache
 def make_wait(sums: int) -> Any:
-    """What was started, finished."""
+    """What was started, finished, and other numbers as they are.
+
+    The registers of A may not be written before: what becomes the next A goes through here, and the wait must follow its start in
+    straight-line code, where the assembler sees it.
+    """
 
     @op("f" * sums, "f" * sums, "wgmma.wait_group.sync.aligned 0;", memory=True, tied=sums)
     def wait(*values: Any) -> Any:
