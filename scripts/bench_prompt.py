@@ -1,6 +1,6 @@
 """Checks and times the prompt class on one GPU: products by row count, attention, the kernels between, a whole prefill.
 
-    python scripts/bench_prompt.py [--only products,attention,rows,prefill] [--setting NAME]
+    python scripts/bench_prompt.py [--only parity,products,attention,rows,prefill] [--setting NAME]
 
 The model is the 1B-effective reference model with random weights. Products list, for each row count, the time and whether rows have the
 bits of the largest count (`!` if not). Determinism compares the bits of one pass of 8,192 tokens with those of several chunkings
@@ -23,10 +23,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernels import fragments, prompt_products, prompt_rows  # noqa: E402
-from kernels.layout import FragmentCache  # noqa: E402
+from kernels.layout import NUM_SINKS, FragmentCache  # noqa: E402
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec  # noqa: E402
-from kernels.prompt_attention import prompt_attention  # noqa: E402
-from kernels.prompt_gather import STORED, GatherShape, cache_arguments, gather  # noqa: E402
+from kernels.prompt_attention import PromptAttentionShape, prompt_attention  # noqa: E402
+from kernels.prompt_gather import STORED, WRITTEN, GatherShape, cache_arguments, gather  # noqa: E402
 from kernels.prompt_tiles import PromptTiles, make_tiles  # noqa: E402
 from kernels.runtime import launch, set_build_dir  # noqa: E402
 
@@ -35,6 +35,15 @@ LAYERS, LOOPS, THETA = 4, 8, 10000.0
 SETTINGS = ("plain", "no_splitk", "lt", "lt_no_splitk")
 LOG2E = 1.4426950408889634
 Span = tuple[int, int, int]
+# shapes of attention to check, with their windows
+CASES = [
+    (PromptAttentionShape(4, 4, 128), 0),
+    (PromptAttentionShape(8, 2, 64, True), 0),
+    (PromptAttentionShape(4, 1, 96, False, True), 100),
+    (PromptAttentionShape(8, 8, 32, True, True), 70),
+    (PromptAttentionShape(4, 4, 128, kind="int4"), 0),
+    (PromptAttentionShape(8, 2, 64, False, True, "int4"), 150),
+]
 
 
 def apply_setting(name: str) -> None:
@@ -142,6 +151,84 @@ def bench_products(setting: str) -> None:
         print(f"{setting:<13}{name:<10} {' '.join(cells)} ({tflops:.0f} TFLOP/s)", flush=True)
 
 
+def check_shapes() -> None:
+    """Attention of each kind of kernel against float32, and the same bits in many runs."""
+    for shape, window in CASES:
+        attend, want = attention_case(shape, 700, window)
+        first = attend()
+        gap = float((first.float() - want).abs().nan_to_num(9.0).max())
+        is_equal = all(torch.equal(first, attend()) for _ in range(30))
+        print(
+            f"{shape.num_heads}/{shape.num_kv_heads} x {shape.head_dim} {shape.kind} alibi {shape.has_alibi} "
+            f"window {window}: max gap {gap:.1e}, 31 runs equal {is_equal}",
+            flush=True,
+        )
+
+
+def attention_case(
+    shape: PromptAttentionShape, length: int, window: int
+) -> tuple[Callable[[], Tensor], Tensor]:
+    """One sequence's attention over a random cache, and what it should be."""
+    heads, kv, dim, blocks = shape.num_heads, shape.num_kv_heads, shape.head_dim, -(-length // 64)
+    make = torch.Generator(device="cuda").manual_seed(dim)
+    keys, values = (
+        torch.randn(blocks, 1, kv, 64, dim, device="cuda", generator=make).half() for _ in range(2)
+    )
+    exact = torch.stack([fragments.pack_keys(keys), fragments.pack_values(values)], -2)
+    exact = exact.flatten(-2).contiguous().view(torch.uint8)
+    tables = torch.arange(blocks, device="cuda").int().view(1, 1, -1)
+    cache = FragmentCache("fp16", exact, exact, tables, dim)
+    old = keys, values
+    if shape.kind == "int4":
+        packed, restored = zip(
+            fragments.pack_int4(keys.float(), is_value=False),
+            fragments.pack_int4(values.float(), is_value=True),
+            strict=True,
+        )
+        sinks = torch.zeros(1, 1, kv, 16 * dim, dtype=torch.uint8, device="cuda")
+        none = torch.full((blocks,), -1, dtype=torch.int32, device="cuda")
+        cache = FragmentCache("int4", torch.cat(packed, -1), exact, tables, dim, sinks, none)
+        old = restored[0].half(), restored[1].half()
+    q = torch.randn(length, heads, dim, device="cuda", generator=make)
+    slopes = 2.0 ** -torch.arange(1, heads + 1, device="cuda") if shape.has_alibi else None
+    scaled = (q * (LOG2E / dim**0.5)).half()
+    tiles = tiles_of([(0, 0, length)], window, shape.kind)
+    tiles.items[:, 3][tiles.items[:, 3] == WRITTEN] = STORED
+    scratch = torch.full((tiles.num_items, kv, 256 * dim), 255, dtype=torch.uint8, device="cuda")
+    out = torch.full_like(scaled, float("nan"))
+
+    def attend() -> Tensor:
+        launch(
+            gather(GatherShape(kv, dim, shape.kind)), (tiles.num_items * kv, 1), *cache_arguments(cache, 0), tables,
+            tables, tiles.counts, tiles.items, scratch, 1, blocks,
+        )  # fmt: skip
+        launch(
+            prompt_attention(shape), (min(132, tiles.num_units * heads), 1), scaled, scratch, tiles.counts, tiles.tiles,
+            slopes, out,
+        )  # fmt: skip
+        return out.clone()
+
+    want = torch.empty(length, heads, dim, device="cuda")
+    for block in range(blocks):
+        rows = torch.arange(block * 64, min(block * 64 + 64, length), device="cuda")
+        seen = torch.arange(block * 64 + 64, device="cuda")
+        k, v = (
+            torch.cat([a[:block], b[block : block + 1]])[:, 0].float().transpose(0, 1).flatten(1, 2)
+            for a, b in zip(old, (keys, values), strict=True)
+        )
+        k, v = (x.repeat_interleave(heads // kv, 0) for x in (k, v))
+        scores = torch.einsum("rhd,hpd->hrp", scaled[rows].float() / LOG2E, k)
+        ahead = seen - rows[:, None]
+        if slopes is not None:
+            scores += slopes[:, None, None] * ahead
+        hidden = ahead > 0
+        if window:
+            hidden |= (ahead <= -window) & (seen >= NUM_SINKS)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        want[rows] = torch.einsum("hrp,hpd->rhd", weights, v)
+    return attend, want
+
+
 def bench_attention(lengths: list[tuple[int, int]]) -> None:
     shape = SPEC.attention
     dim = shape.head_dim
@@ -168,7 +255,7 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
         moved = 2 * scratch.numel() / ms / 1e9
         print(f"gather {sequences}x{length}: {ms * 1e3:.1f} us, {moved:.2f} TB/s")
         work = tiles.num_units * shape.num_heads
-        for stages in (2, 4, 6):
+        for stages in (3, 4):
             run = partial(
                 launch, prompt_attention(shape, stages), (min(132, work), 1), q, scratch, tiles.counts, tiles.tiles, None,
                 out,
@@ -178,6 +265,9 @@ def bench_attention(lengths: list[tuple[int, int]]) -> None:
                 first = out.clone()
                 error = attention_error(q, half, tables[-1, 0].long(), out, length)
             same = torch.equal(first, out)
+            for _ in range(10):
+                run()
+                same = same and torch.equal(first, out)
             print(
                 f"attention {sequences}x{length} stages {stages}: {ms:.3f} ms, "
                 f"{flops / ms / 1e9:.0f} TFLOP/s, error {error:.1e}, equal bits {same}",
@@ -241,16 +331,57 @@ def bench_rows(rows: int) -> None:
 class Prefill:
     """The reference model's core over random embeddings of two sequences."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, kind: str) -> None:
         blocks = length // 64
-        self.length = length
+        self.length, self.kind = length, kind
         self.layers = random_layers(LAYERS)
-        self.cache = new_cache(2 * LOOPS * blocks, LAYERS)
         order = torch.randperm(2 * LOOPS * blocks, device="cuda").int()
         self.tables = order.view(2, LOOPS, blocks)
+        self.cache = new_cache(2 * LOOPS * blocks, LAYERS)
+        if kind == "int4":
+            self.cache = self._int4_cache(self.cache)
         self.x = torch.randn(2, length, SPEC.d_model, device="cuda")
-        self.passing = PromptPass(SPEC, self.layers, self.cache, self.tables, angles=angles(length))
+        self.angles = angles(length)
+        self.passing = PromptPass(SPEC, self.layers, self.cache, self.tables, angles=self.angles)
         print(f"buckets kept: {self.passing.buckets}")
+
+    def _int4_cache(self, exact: FragmentCache) -> FragmentCache:
+        """With exact copies of all blocks, in another order, and sinks of all sequences."""
+        shape = list(exact.stored.shape)
+        stored = torch.zeros(*shape[:3], 64 * SPEC.head_dim + 512, dtype=torch.uint8, device="cuda")
+        sink_of = torch.full((shape[0],), -1, dtype=torch.int32, device="cuda")
+        first = self.tables[:, :, 0].flatten().long()
+        sink_of[first] = torch.arange(2 * LOOPS, device="cuda").int()
+        sinks = torch.zeros(
+            2 * LOOPS, *shape[1:3], 16 * SPEC.head_dim, dtype=torch.uint8, device="cuda"
+        )
+        copies = torch.randperm(shape[0], device="cuda").int().view(self.tables.shape)
+        return FragmentCache("int4", stored, exact.exact, copies, SPEC.head_dim, sinks, sink_of)
+
+    def plain(self, length: int) -> Tensor:
+        """The states of sequence 0 after all loops by PyTorch in float32, with keys and values as they are."""
+        x, dim = self.x[0, :length], SPEC.head_dim
+        cos, sin = self.angles[:length].unbind(-1)
+        hidden = torch.ones(length, length, device="cuda").triu(1).bool()
+
+        def norm(x: Tensor, gain: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + SPEC.norm_eps) * gain
+
+        def turn(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        for _ in range(LOOPS):
+            for w in self.layers:
+                qkv = (norm(x, w.norm1) @ w.qkv.float().t()).unflatten(1, (-1, dim)).transpose(0, 1)
+                q, k, v = qkv.split([SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads])
+                scores = (turn(q) @ turn(k).transpose(1, 2) / dim**0.5).masked_fill(
+                    hidden, -torch.inf
+                )
+                x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ w.o.float().t()
+                gate, up = (norm(x, w.norm3) @ w.gate_up.float().t()).chunk(2, -1)
+                x = x + (torch.nn.functional.silu(gate) * up) @ w.down.float().t()
+        return x
 
     def run(self, spans: list[Span], tiles: PromptTiles, is_captured: bool = True) -> Tensor:
         """The states after all loops; by layers if they may not be captured."""
@@ -270,9 +401,10 @@ class Prefill:
     def chunked(self, chunks: list[list[Span]]) -> Tensor:
         """The states of sequence 0 after passes over these spans, into an empty cache."""
         self.cache.stored.zero_()
+        self.cache.exact.zero_()
         found = []
         for spans in chunks:
-            states = self.run(spans, tiles_of(spans))
+            states = self.run(spans, tiles_of(spans, kind=self.kind))
             at = 0
             for slot, first, end in spans:
                 if slot == 0:
@@ -281,23 +413,26 @@ class Prefill:
         return torch.cat(found)
 
 
-def bench_prefill(length: int) -> None:
-    model = Prefill(length)
+def bench_prefill(length: int, kind: str) -> None:
+    model = Prefill(length, kind)
     tokens = length
     spans = [(0, 0, length)]
-    ms = time_ms(partial(model.run, spans, tiles_of(spans)), 5)
+    ms = time_ms(partial(model.run, spans, tiles_of(spans, kind=kind)), 5)
     flops = 2 * tokens * LOOPS * LAYERS * sum(
         w.numel() for w in (model.layers[0].qkv, model.layers[0].o, model.layers[0].gate_up, model.layers[0].down)
     )  # fmt: skip
     flops += LOOPS * LAYERS * 2 * SPEC.num_heads * SPEC.head_dim * tokens * tokens
     print(f"fastest counts: {list(model.passing.fastest.values())}")
-    print(f"prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
+    print(f"{kind} prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
     for rows in (64, 256, 1024, 2048, length):
         spans = [(0, 0, rows)]
-        run = partial(model.run, spans, tiles_of(spans))
+        run = partial(model.run, spans, tiles_of(spans, kind=kind))
         print(f"prefill {rows}: {time_ms(run, 5):.2f} ms", flush=True)
     few = [(0, 0, 300)]
-    replayed, launched = model.run(few, tiles_of(few)), model.run(few, tiles_of(few), False)
+    replayed, launched = (model.run(few, tiles_of(few, kind=kind), i == 0) for i in range(2))
+    want = model.plain(300)
+    error = float((launched - want).norm() / want.norm())
+    print(f"{kind} parity with float32: rel {error:.1e}")
     print(f"captured: equal bits {torch.equal(replayed, launched)}")
     whole = model.chunked([[(0, 0, length)]])
     again = model.chunked([[(0, 0, length)]])
@@ -324,8 +459,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="products,attention,rows,prefill")
+    parser.add_argument("--only", default="parity,products,attention,rows,prefill")
     parser.add_argument("--setting", choices=SETTINGS, default="plain")
+    parser.add_argument("--kinds", default="fp16,int4", help="of caches")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--build-dir", type=Path, default=Path("build/ptx"))
     options = parser.parse_args()
@@ -337,12 +473,15 @@ def main() -> int:
     only = options.only.split(",")
     if "products" in only:
         bench_products(options.setting)
+    if "parity" in only:
+        check_shapes()
     if "attention" in only:
         bench_attention([(1, 8192), (64, 1024)])
     if "rows" in only:
         bench_rows(options.length)
     if "prefill" in only:
-        bench_prefill(options.length)
+        for kind in options.kinds.split(","):
+            bench_prefill(options.length, kind)
     return 0
 
 
