@@ -187,22 +187,6 @@ def product_shapes(spec: DecodeSpec) -> dict[str, ProductShape]:
     }
 
 
-def attention_launch(
-    spec: DecodeSpec, rows: int, target: ProductShape, column_tiles: int
-) -> tuple[AttentionLaunch, int]:
-    """How the streams are spread for so many (row, kv head), and the blocks for each multiprocessor."""
-    shape, units = spec.attention, rows * spec.attention.units
-    is_int4 = spec.kv_format == "int4"
-    if units <= 30:
-        cluster = 8 if spec.head_dim % 64 == 0 else 4
-        return AttentionLaunch(shape, cluster, 16 // cluster, 4, target, column_tiles), 1
-    if units <= 132:
-        return AttentionLaunch(shape, 1, 8, 3, target, column_tiles), 1
-    if is_int4:
-        return AttentionLaunch(shape, 1, 4, 3, target, column_tiles), 3
-    return AttentionLaunch(shape, 1, 4, 3, target, column_tiles), 2
-
-
 def column_tiles_for(rows: int) -> int:
     """Column tiles of 8 rows in one pass of a product: 1, 2, 4 or 8."""
     return 1 << (min(8, -(-rows // 8)) - 1).bit_length()
@@ -220,7 +204,7 @@ def step_kernels(
         name: (head_launch if name == "head" else product_launch)(shape, column_tiles, rows)
         for name, shape in shapes.items()
     }
-    attend, blocks_per_sm = attention_launch(spec, rows, shapes["o"], column_tiles)
+    attend, blocks_per_sm = attention.choose_launch(spec.attention, rows, shapes["o"], column_tiles)
     for name, launch in (instead or {}).items():
         if isinstance(launch, AttentionLaunch):
             attend, blocks_per_sm = launch, 1
@@ -337,7 +321,7 @@ class DecodeRunner:
         self.tokens, self.positions = ints(rows), ints(rows) - 1
         self.row_info = ints(rows, 2)
         self.tables = ints(rows, spec.loops, max_blocks)
-        self.exact_blocks = ints(rows, spec.loops)
+        self.exact_blocks = ints(rows, spec.loops, max_blocks)
         self.slots = ints(spec.loops, rows)
         self.rope_table = rotary_angles(spec, device)
         self.rope = torch.zeros(rows, spec.head_dim // 2, 2, device=device)
@@ -367,12 +351,12 @@ class DecodeRunner:
         """Put the step's first kernel, which embeds the tokens, on a raw stream."""
         spec, w = self.spec, self.weights
         is_stored = spec.kv_format != "fp16"
-        own, per_loop = (self.exact_blocks, 1) if is_stored else (self.tables, self._max_blocks)
+        own = self.exact_blocks if is_stored else self.tables
         self._launch(
             "begin", stream, self.tokens.data_ptr(), w.address("embed"), 0, self.x.data_ptr(),
             self.squares.data_ptr(), self.positions.data_ptr(), self.row_info.data_ptr(),
             own.data_ptr(), self.slots.data_ptr(), self.rope_table.data_ptr(), self.rope.data_ptr(),
-            w.address("0.norm1"), self.normed.data_ptr(), spec.loops, spec.loops, per_loop, 1.0,
+            w.address("0.norm1"), self.normed.data_ptr(), spec.loops, spec.loops, self._max_blocks, 1.0,
             is_first=True,
         )  # fmt: skip
 

@@ -97,7 +97,8 @@ def make_runner(
     runner = DecodeRunner(weights, cache, rows, blocks, library, **options)
     order = torch.randperm(rows * spec.loops * blocks, device="cuda")
     runner.tables.copy_(order.view(rows, spec.loops, blocks))
-    runner.exact_blocks.copy_(torch.arange(rows * spec.loops, device="cuda").view(rows, -1))
+    each = torch.arange(rows * spec.loops, device="cuda")
+    runner.exact_blocks.copy_(each.view(rows, -1, 1).expand_as(runner.exact_blocks))
     if len(cache.sink_of):
         owners = runner.tables[:, :, 0].flatten().long()
         cache.sink_of[owners] = torch.arange(rows * spec.loops, device="cuda", dtype=torch.int32)
@@ -134,7 +135,7 @@ def cached(runner: DecodeRunner, row: int, loop: int, layer: int) -> tuple[Tenso
     else:
         part = spec.attention.stored_bytes
         data = runner.cache.stored[blocks[:-1]].view(-1, spec.layers, heads, 2, part)[:, layer]
-        own = runner.exact_blocks[row, loop].long().view(1)
+        own = runner.exact_blocks[row, loop, -1:].long()
         keys = fragments.unpack_int4(data[:, :, 0], dim, is_value=False)
         values = fragments.unpack_int4(data[:, :, 1], dim, is_value=True)
         if len(blocks) > 1:

@@ -96,7 +96,8 @@ def test_fp16_matches_softmax_attention(
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
     info = torch.tensor([[max(p, 0) >> 6, 0] for p in positions], dtype=torch.int32)
     _run(
-        AttentionLaunch(shape, cluster, warps, stages, target, 1), rows, scaled, 0, 0, 0, cache,
+        AttentionLaunch(shape, cluster, warps, stages, target, 1), rows, scaled, cache, 0,
+        cache.stride(0) * 2, cache,
         cache.stride(0) * 2, tables, torch.tensor(positions, dtype=torch.int32), info,
         0 if slopes is None else slopes, torch.full((rows,), window, dtype=torch.int32), 0, 0, 0, out, 0, 0, 0, 0, 1, blocks,
     )  # fmt: skip
@@ -144,7 +145,7 @@ def test_int4_reads_stored_blocks_sinks_and_the_own_block_and_stores_what_ends(
     scaled = (q.float() * (LOG2E / dim**0.5)).half()
     _run(
         AttentionLaunch(shape, cluster, 4, 3, target, 1), rows, scaled, exact,
-        torch.tensor([[2], [0]], dtype=torch.int32), exact.stride(0) * 2, stored, stored.stride(0), tables,
+        torch.tensor([[[9, 9, 2]], [[0, 9, 9]]], dtype=torch.int32), exact.stride(0) * 2, stored, stored.stride(0), tables,
         torch.tensor([position, 2], dtype=torch.int32), torch.tensor([[2, 0], [0, 0]], dtype=torch.int32),
         0, 0, 0, 0, 0, out, sinks, sink_of, sinks.stride(0) * 2, 0, 1, 3,
     )  # fmt: skip
