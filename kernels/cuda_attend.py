@@ -21,13 +21,16 @@ from kernels.cuda_attend_parts import (
     Shape,
     greatest,
     least,
+    load_copies,
+    load_entries,
     make_correct,
     make_hidden,
-    make_load_rows,
+    make_load_fields,
     make_positions,
     make_softmax,
     make_start,
     make_state_of,
+    make_tables,
     make_together,
     make_zeros,
 )
@@ -49,12 +52,12 @@ from kernels.intrinsics import (
     grid_dependency_launch,
     grid_dependency_wait,
     less,
-    load_32_if,
     load_f32_if,
     load_i32,
     quotient,
     remainder,
     shared_base,
+    shuffle_from,
     smaller,
     store_f32,
     sync_block,
@@ -104,8 +107,10 @@ def _make_kernel(shape: Shape) -> Any:
     no_sums, no_slopes = _make_nothing(shape.queries), _make_nothing(shape.heads)
     put, write = make_put(shape), make_write(shape)
     num_rows, row_heads = shape.rows, shape.heads
-    together, load_rows = make_together(shape), make_load_rows(shape)
-    positions_of, hidden_of = make_positions(shape), make_hidden(shape)
+    together, load_fields = make_together(shape), make_load_fields(shape)
+    positions_of, hidden_of, tables_of = (
+        make(shape) for make in (make_positions, make_hidden, make_tables)
+    )
     stage_queries, query_sums = (
         cuda_attend_pairs.make_stage_queries(shape),
         cuda_attend_pairs.make_query_sums(shape),
@@ -168,38 +173,36 @@ def _make_kernel(shape: Shape) -> Any:
         turn = 0
         for row in range(first_row, first_row + count, active):
             # what does not depend on each other is asked for first
-            rows_here = load_rows(positions, windows, row, active)
-            slot, which_table = load_i32(slots + row * 4), load_i32(tables + row * 4)
-            which_map, first_mapped = load_i32(row_map + row * 4), load_i32(map_base + row * 4)
+            fields = load_fields(
+                slots, tables, row_map, map_base, positions, windows, row, active, lane
+            )
+            slope = no_slopes()
+            if slopes != 0:
+                slope = load_slopes(slopes + query_head * 4, num_here)
             row_q = q + wide(row * q_width + query_head * dim) * 4
             if has_keys:
                 stage_queries(base, row_q, q_width, num_here, active, scale, thread_id())
             else:
                 query = load_query(row_q, num_here, scale, warp, lane)
-            row_positions, row_hidden = positions_of(rows_here), hidden_of(rows_here)
+            row_positions = positions_of(fields)
+            row_hidden = hidden_of(fields, row_positions)
+            slot, which_table, which_map, first_mapped = tables_of(fields)
             position, hidden = greatest(row_positions), least(row_hidden)
             own = position >> 6
             mapped_from = first_mapped >> 6 if which_map >= 0 else far
             table = block_tables + wide((slot * num_tables + which_table) * max_blocks) * 4
-            mapped_from = far
-            if which_map >= 0:
-                mapped_from = load_i32(map_base + row * 4) >> 6
-            entry = load_32_if(table + wide(first_stream) * 4, first_stream <= own)
+            entries_ahead = load_entries(table, first_stream, own, lane)
             own_copy, sink = -1, -1
             if has_copies:
                 copied = own
                 if own >= mapped_from:
                     at = which_map * map_width + position - mapped_from * 64
                     copied = load_i32(maps + wide(at) * 4) >> 6
-                at = (slot * exact_num_tables + which_table) * exact_max_blocks + copied
-                if own >= 0:
-                    own_copy = load_i32(exact_tables + wide(at) * 4)
-                    if first_stream == 0 and mapped_from > 0 and (own > 0 or own_copy < 0):
-                        sink = load_i32(sink_of + wide(entry) * 4)
+                at = (slot * exact_num_tables + which_table) * exact_max_blocks
+                own_copy = shuffle_from(load_copies(exact_tables + wide(at) * 4, copied, lane), 0)
+                if first_stream == 0 and mapped_from > 0 and (own > 0 or own_copy < 0) and own >= 0:
+                    sink = load_i32(sink_of + wide(shuffle_from(entries_ahead, 0)) * 4)
             sink_at = wide((sink * layers + layer) * heads + head) * sink_bytes
-            slope = no_slopes()
-            if slopes != 0:
-                slope = load_slopes(slopes + query_head * 4, num_here)
             sums, sums_of_four = (
                 base + sums_at + thread_id() * 4,
                 base + sums_at + level_bytes + thread_id() * 4,
@@ -217,17 +220,18 @@ def _make_kernel(shape: Shape) -> Any:
                     reset(sums_of_four)
                 if stream <= own:
                     state, total = start(), zeros()
-                    block = stream
+                    block, ordinal, entries = stream, 0, entries_ahead
+                    entries_ahead = load_entries(table, stream + 1, own, lane)
                     while block <= own:
-                        ahead = block + streams
-                        if ahead > own:
-                            ahead = stream + 1
-                        following = load_32_if(table + wide(ahead) * 4, ahead <= own)
+                        if ordinal == 32:
+                            ordinal, entries = 0, load_entries(table, block, own, lane)
+                        entry = shuffle_from(entries, ordinal)
+                        ordinal += 1
                         from_position = block * 64
                         if block == 0 or from_position + 63 > hidden:
                             is_exact = has_copies and block == own and own_copy >= 0
                             is_near = block >= mapped_from
-                            has_sink = block == 0 and sink >= 0
+                            has_sink = False
                             last = position - from_position
                             if has_copies and is_exact:
                                 at = (own_copy * layers + layer) * heads + head
@@ -258,6 +262,7 @@ def _make_kernel(shape: Shape) -> Any:
                                     value_at += wide(at) * value_bytes + value_offset(warp, lane)
                                     key_words = load_keys(key_at)
                                     value_words = load_values(value_at, last, lane)
+                                    has_sink = block == 0 and sink >= 0
                                     scaling = load_scales(
                                         scale_at + wide(at) * scale_bytes + lane * 4,
                                         has_sink and lane < 2,
@@ -287,6 +292,7 @@ def _make_kernel(shape: Shape) -> Any:
                                         )
                                     else:
                                         dots(value_at, scale_at, query, mine, first_row, last, lane)
+                                has_sink = block == 0 and sink >= 0
                                 if has_copies and has_sink:
                                     sync_warp()
                                     sink_dots(
@@ -336,7 +342,6 @@ def _make_kernel(shape: Shape) -> Any:
                                         lane,
                                     )
                             turn = 1 - turn
-                        entry = following
                         block += streams
                     results = finish(total, state, lane)
                     if per_split == 1:

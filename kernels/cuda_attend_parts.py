@@ -20,6 +20,7 @@ from kernels.intrinsics import (
     fmax,
     int_to_f32,
     less,
+    load_32_if,
     load_i32,
     load_shared_f32,
     load_shared_f32x2,
@@ -27,6 +28,8 @@ from kernels.intrinsics import (
     same,
     select,
     select_int,
+    select_wide,
+    shuffle_from,
     shuffle_xor_f32,
     smaller,
     store_shared_f32_if,
@@ -266,37 +269,66 @@ def make_together(shape: Shape) -> Any:
     return together
 
 
-def make_load_rows(shape: Shape) -> Any:
-    """Positions of the rows that are reduced together, then the last positions that their windows hide, or -1."""
+def make_load_fields(shape: Shape) -> Any:
+    """What a `Paging` says of the rows that are reduced together, a number a lane: one load that nothing waits for until it is used."""
     count = shape.rows
 
-    @traced("r" * (2 * count))
-    def load_rows(positions: Any, windows: Any, row: Any, num_rows: Any) -> Any:
-        places = [wide(row + smaller(r, num_rows - 1)) * 4 for r in range(count)]
-        found = [load_i32(positions + place) for place in places]
-        hidden = []
-        for position, place in zip(found, places, strict=True):
-            window = load_i32(windows + place)
-            hidden.append(select_int(position - window, -1, less(0, window)))
-        return tuple(found + hidden)
+    @traced("r")
+    def load_fields(
+        slots: Any, tables: Any, row_map: Any, map_base: Any, positions: Any, windows: Any, row: Any, num_rows: Any, lane: Any
+    ) -> Any:  # fmt: skip
+        is_position, is_window = less(lane, count), less(lane, 2 * count)
+        which = select_int(lane, select_int(lane - count, 0, is_window), is_position)
+        at = map_base
+        for i, field in enumerate((slots, tables, row_map)):
+            at = select_wide(field, at, same(lane, 2 * count + i))
+        at = select_wide(positions, select_wide(windows, at, is_window), is_position)
+        return load_i32(at + wide(row + smaller(which, num_rows - 1)) * 4)
 
-    return load_rows
+    return load_fields
 
 
 def make_positions(shape: Shape) -> Any:
     @traced("r" * shape.rows, is_tuple=True)
-    def positions_of(rows: Any) -> Any:
-        return tuple(rows[: shape.rows])
+    def positions_of(fields: Any) -> Any:
+        return tuple(shuffle_from(fields, r) for r in range(shape.rows))
 
     return positions_of
 
 
 def make_hidden(shape: Shape) -> Any:
+    """The last position that a row's window hides, or -1."""
+
     @traced("r" * shape.rows, is_tuple=True)
-    def hidden_of(rows: Any) -> Any:
-        return tuple(rows[shape.rows :])
+    def hidden_of(fields: Any, positions: Any) -> Any:
+        windows = [shuffle_from(fields, shape.rows + r) for r in range(shape.rows)]
+        pairs = zip(positions, windows, strict=True)
+        return tuple(select_int(x - window, -1, less(0, window)) for x, window in pairs)
 
     return hidden_of
+
+
+def make_tables(shape: Shape) -> Any:
+    """Slot, table, map and first mapped position."""
+
+    @traced("rrrr")
+    def tables_of(fields: Any) -> Any:
+        return tuple(shuffle_from(fields, 2 * shape.rows + i) for i in range(4))
+
+    return tables_of
+
+
+@traced("r")
+def load_entries(table: Any, block: Any, last: Any, lane: Any) -> Any:
+    """Entries of a table for the blocks of a stream from `block` on, one a lane; 0 after `last`."""
+    block = block + lane * STREAMS
+    return load_32_if(table + wide(block) * 4, 1 - less(last, block))
+
+
+@traced("r")
+def load_copies(table: Any, block: Any, lane: Any) -> Any:
+    """The entry of a table for `block`, in lane 0."""
+    return load_i32(table + wide(block - smaller(lane, block)) * 4)
 
 
 @traced("r")
