@@ -3,6 +3,7 @@
     enter     tokens -> the prelude's output and the states before the first loop
     passes    so many core passes, each row one loop further each time
     finish    norm, coda, head and the choice of tokens, from what `keep` put aside of each row
+    segment   waves of guesses: some core passes, a word for every row, and what follows from the words (`kernels.wave`)
 
 A bucket has a fixed number of rows; those beyond the real ones belong to the cache's spare slot, as do rows that have left the loops. The
 graphs run the model's own functions on these buffers, so they give the bits of the same functions called one by one. Nothing here waits
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from gpu_worker.mirror import Upload
 from gpu_worker.rows import Rows
-from kernels.layout import BLOCK_SIZE, Paging
+from kernels.layout import (
+    BLOCK_SIZE,
+    NUM_RECORDS,
+    RECORD_WORDS,
+    WAVE_WORDS,
+    Paging,
+    WaveBuffers,
+)
 
 if TYPE_CHECKING:
     from gpu_worker.kv_cache import KVCache
@@ -48,7 +56,11 @@ class DecodeGraphs:
         final: (max_rows, d) the states that rows left the loops with.
         chosen: int32 (max_rows,) the tokens of the last `finish`; `sources` point into it.
         logits: (max_rows, vocab) of the last `finish`.
+        waves: what `segment` knows of the waves.
+        has_segments: whether there is that stretch.
     """
+
+    has_segments = True
 
     def __init__(self, model: Model, cache: KVCache, max_rows: int) -> None:
         self._model, self._cache = model, cache
@@ -78,7 +90,11 @@ class DecodeGraphs:
         )
         self._settings = [setting.to(device) for setting in settings]
         self._block_tables = cache.block_tables
-        self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
+        self.waves = WaveBuffers(
+            ints(n, WAVE_WORDS), ints(n), torch.ones(n, dtype=torch.bool, device=device),
+            torch.zeros(NUM_RECORDS, n, RECORD_WORDS, dtype=torch.int32, pin_memory=self._is_captured),
+        )  # fmt: skip
+        self._graphs: dict[tuple[str | int, ...], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._uploads: dict[torch.dtype, list[Upload]] = {}
 
@@ -147,18 +163,34 @@ class DecodeGraphs:
         """`enter`, `passes` and `finish` as one."""
         self._run("step", self.bucket(count), num_passes)
 
+    def start_waves(self, states: Tensor) -> None:
+        """Puts waves (w, WAVE_WORDS) into the buffers; the row of each root has been loaded, the other rows are spare ones."""
+        self._put(states, self.waves.states[: len(states)])
+        self.waves.done.zero_()
+        self.waves.is_new.fill_(True)
+
+    def segment(self, num_waves: int, num_rows: int, num_passes: int) -> None:
+        """That many core passes of waves of `num_rows` rows each, then a word for every row and what follows from the words."""
+        bucket = self.bucket(num_waves * num_rows)
+        how = "segment", bucket, num_passes, num_rows
+        self._play(how, lambda: self._segment(bucket, num_rows, num_passes))
+
     def _run(self, kind: str, bucket: int, num_passes: int) -> None:
-        if self._is_captured:
-            self.captured(kind, bucket, num_passes).replay()
-        else:
-            self._stretch(kind, bucket, num_passes)()
+        how = kind, bucket, num_passes
+        self._play(how, lambda: self._stretch(kind, bucket, num_passes))
+
+    def _play(self, how: tuple[str | int, ...], make: Callable[[], Callable[[], None]]) -> None:
+        """Runs the stretch that `make` makes: as the graph `how`, captured at its first use, where there are graphs."""
+        if not self._is_captured:
+            make()()
+            return
+        if how not in self._graphs:
+            self._graphs[how] = self._capture(make())
+        self._graphs[how].replay()
 
     def captured(self, kind: str, bucket: int, num_passes: int) -> torch.cuda.CUDAGraph:
-        """The graph of a stretch, captured at its first use."""
-        key = kind, bucket, num_passes
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(self._stretch(kind, bucket, num_passes))
-        return self._graphs[key]
+        """The graph of a stretch that has run."""
+        return self._graphs[kind, bucket, num_passes]
 
     def _capture(self, stretch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Captures a stretch, after a run on spare rows that loads its kernels; the buffers are left as they were."""
@@ -181,7 +213,11 @@ class DecodeGraphs:
 
     def _changed(self) -> list[Tensor]:
         """The buffers that stretches write and later ones read."""
-        return [self._columns, self.states, self.embedded, self.final, self.chosen]
+        waves = self.waves
+        return [
+            self._columns, self.states, self.embedded, self.final, self.chosen, waves.states, waves.done, waves.is_new,
+            *self._settings,
+        ]  # fmt: skip
 
     def _spare_all(self) -> None:
         for name in ("slots", "home"):
@@ -215,6 +251,31 @@ class DecodeGraphs:
             finish()
 
         return {"enter": enter, "passes": passes, "finish": finish, "step": step}[kind]
+
+    def _segment(self, bucket: int, num_rows: int, num_passes: int) -> Callable[[], None]:
+        passes = self._stretch("passes", bucket, num_passes)
+        finish = self._stretch("finish", bucket, 0)
+
+        def segment() -> None:
+            self._enter_new(bucket)
+            passes()
+            self.final[:bucket].copy_(self.states[:bucket])
+            finish()
+            self._model.ops.advance_wave(
+                self.waves, self._by_name, self.chosen, self._settings, (bucket // num_rows, num_rows), num_passes
+            )  # fmt: skip
+
+        return segment
+
+    def _enter_new(self, bucket: int) -> None:
+        """The prelude of all rows, the same again where it has run before; new ones start cold."""
+        by_name, states = self._by_name, self.states[:bucket]
+        embedded = self._model.enter(
+            by_name["tokens"][:bucket], by_name["positions"][:bucket], self._paging_at(bucket), self._cache
+        )  # fmt: skip
+        self.embedded[:bucket].copy_(embedded)
+        is_new = self.waves.is_new[:bucket].view(-1, 1)
+        states.copy_(torch.where(is_new, self._model.cold_states(embedded), states))
 
     def _take_tokens(self, bucket: int) -> Tensor:
         """The rows' tokens, those filled in that the last `finish` chose."""

@@ -32,6 +32,7 @@ from gpu_worker.plain_decode import Flight, PlainDecode
 from gpu_worker.prefixes import PrefixStore
 from gpu_worker.sequence import Sequence
 from gpu_worker.speculative import Guess
+from gpu_worker.waves import Segment, Waves
 from kernels import runtime
 from kernels.layout import BLOCK_SIZE
 from scheduler.messages import HeldPrefix, Run, SequenceOutput, TokenLogprob, Tokens
@@ -90,11 +91,13 @@ class Engine:
             options.kv_share, limits.num_copies(config, options), self.model.device, options.is_graphed,
         )  # fmt: skip
         self._plain: PlainDecode | None = None
+        self._waves: Waves | None = None
         self._flight: Flight | None = None
         if isinstance(self.model, GraphedModel):
             self.model.bind(self.cache, max(BUCKETS))
             if not keeps_inputs or is_absorbed(config):
                 self._plain = PlainDecode(self.model)
+                self._waves = Waves(self.model, self.cache)
         self._bytes_per_token = self.cache.bytes_per_token(
             config.loop.default, self.options.max_seq_len
         )
@@ -190,15 +193,8 @@ class Engine:
         """Runs one step."""
         began = self._clock()
         self._start_waiting()
-        works = self._find_blocks(self._plan())
-        if self._plain is not None and self._plain.can_run(works, self._is_guessing):
-            self._run_ahead(self._plain, works)
-        else:
-            if self._flight is not None:
-                self._land()
-                works = self._find_blocks(self._plan())
-            if works:
-                self._run(works)
+        if self._waves is None or not self._ride(self._waves):
+            self._decode()
         result, self._result = self._result, StepResult()
         result.cached_positions = sum(s.num_computed for s in self._running)
         result.step_ms = 1000 * (self._clock() - began)
@@ -321,6 +317,18 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------- running a step
 
+    def _decode(self) -> None:
+        """A step of all sequences, one ahead of the host where that can be."""
+        works = self._find_blocks(self._plan())
+        if self._plain is not None and self._plain.can_run(works, self._is_guessing):
+            self._run_ahead(self._plain, works)
+            return
+        if self._flight is not None:
+            self._land()
+            works = self._find_blocks(self._plan())
+        if works:
+            self._run(works)
+
     @torch.inference_mode()
     def _run(self, works: list[Work]) -> None:
         draft_passes = speculative.draft(works, self.model, self.cache)
@@ -369,10 +377,41 @@ class Engine:
         for sequence, token in zip(flight.sequences, flight.wait(), strict=True):
             sequence.pending -= 1
             if id(sequence) in running:
-                reason = sequence.append(token)
-                self._report(sequence, [token], [], reason)
-                if reason:
-                    self._end(sequence)
+                self._append(sequence, token)
+
+    @torch.inference_mode()
+    def _ride(self, waves: Waves) -> bool:
+        """Lets all that runs go on in waves that need no host, where it can; whether it did."""
+        can_carry = self._is_guessing and waves.can_carry(self._running)
+        if can_carry and waves.can_go_on(self._running):
+            waves.launch()
+            self._take_segments(waves.land())
+            return True
+        self._take_segments(waves.land_all())
+        waves.stop(self._running)
+        if not can_carry:
+            return False
+        self._land()
+        return waves.can_carry(self._running) and waves.start(self._running)
+
+    def _take_segments(self, segments: list[Segment]) -> None:
+        """Takes the tokens of segments, but for those of sequences that have left."""
+        for segment in segments:
+            self._result.num_rows += segment.num_rows
+            self._result.core_passes += segment.num_passes
+            self._totals["core_passes"] += segment.num_passes
+            for sequence, token in segment.tokens:
+                if sequence in self._running:
+                    sequence.num_computed += 1
+                    self.cache.settle(sequence.slot, sequence.num_computed)
+                    self._append(sequence, token)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """Takes, reports and perhaps ends with a token that the device has chosen."""
+        reason = sequence.append(token)
+        self._report(sequence, [token], [], reason)
+        if reason:
+            self._end(sequence)
 
     def _take(self, work: Work, batch: Batch, part: slice) -> bool:
         """The tokens of a plain work are in the cache; whether the next one is to be drawn."""

@@ -37,6 +37,8 @@ class FusedGraphs(DecodeGraphs):
         embed_scale: embeddings are times this.
     """
 
+    has_segments = False
+
     def __init__(
         self,
         model: Model,

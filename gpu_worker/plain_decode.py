@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class PlainDecode:
         rows = _rows(works)
         graphs, count = self._graphs, len(works)
         graphs.load(rows, sources)
-        graphs.set_choices(self._choices(sequences))
+        graphs.set_choices(choices_of(self._model.ops, sequences))
         loops = rows.last_loop
         if loops[0] == loops[-1] and not rows.has_init_seed.any():
             graphs.step(count, int(loops[0]))
@@ -95,20 +96,22 @@ class PlainDecode:
             has_arrived.record()
         return Flight(sequences, core_passes, landing, has_arrived)
 
-    def _choices(self, sequences: Ordered[Sequence]) -> Ordered[Tensor]:
-        settings = [s.sampling for s in sequences]
-        keys = np.array(
-            [s.sampling.key(s.num_known) if s.sampling.temperature > 0 else 0 for s in sequences],
-            dtype=np.uint64,
-        )
-        packed: tuple[Tensor, ...] = self._model.ops.pack_choices(
-            torch.tensor([s.temperature for s in settings]),
-            torch.tensor([s.top_k for s in settings]),
-            torch.tensor([s.top_p for s in settings], dtype=torch.float64),
-            torch.tensor([s.min_p for s in settings]),
-            torch.from_numpy(keys.view(np.uint32).reshape(-1, 2)),
-        )
-        return packed
+
+def choices_of(ops: Any, sequences: Ordered[Sequence]) -> tuple[Tensor, ...]:
+    """How the next token of each sequence is chosen, packed for the kernels of `ops`."""
+    settings = [s.sampling for s in sequences]
+    keys = np.array(
+        [s.sampling.key(s.num_known) if s.sampling.temperature > 0 else 0 for s in sequences],
+        dtype=np.uint64,
+    )
+    packed: tuple[Tensor, ...] = ops.pack_choices(
+        torch.tensor([s.temperature for s in settings]),
+        torch.tensor([s.top_k for s in settings]),
+        torch.tensor([s.top_p for s in settings], dtype=torch.float64),
+        torch.tensor([s.min_p for s in settings]),
+        torch.from_numpy(keys.view(np.uint32).reshape(-1, 2)),
+    )
+    return packed
 
 
 def _is_plain(work: Work, is_guessing: bool) -> bool:

@@ -67,7 +67,7 @@ class Sampling:
         self.temperature = params.temperature
         self.top_k, self.top_p, self.min_p = params.top_k, params.top_p, params.min_p
         self.num_logprobs = params.logprobs
-        self._seed_key = _mix(seed & _MASK)
+        self.seed_key = _mix(seed & _MASK)
         self._repetition = params.repetition_penalty
         self._presence = params.presence_penalty
         self._frequency = params.frequency_penalty
@@ -112,7 +112,7 @@ class Sampling:
 
     def key(self, position: int) -> int:
         """The 64-bit noise key of the token at an absolute position."""
-        return _mix(self._seed_key + position)
+        return _mix(self.seed_key + position)
 
 
 @dataclass(frozen=True, slots=True)

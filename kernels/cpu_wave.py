@@ -9,8 +9,20 @@ from torch import Tensor
 
 from kernels.layout import NUM_RECORDS, WaveBuffers
 from kernels.wave import (
-    AHEAD, BASE, COUNT, END, LOOPS, ROOT, SEED, SLOT, SPARE, TABLE, TURN, WINDOW, noise_key,
-)  # fmt: skip
+    AHEAD,
+    BASE,
+    COUNT,
+    END,
+    LOOPS,
+    ROOT,
+    SEED,
+    SLOT,
+    SPARE,
+    TABLE,
+    TURN,
+    WINDOW,
+    noise_key,
+)
 
 
 def advance_wave(

@@ -13,8 +13,21 @@ from gpu_worker.sampler import _mix
 from kernels import cpu, cuda
 from kernels.layout import NUM_RECORDS, RECORD_WORDS, WAVE_WORDS, WaveBuffers
 from kernels.wave import (
-    AHEAD, BASE, COLUMNS, COUNT, END, LOOPS, ROOT, SEED, SLOT, SPARE, TABLE, TURN, WINDOW, noise_key,
-)  # fmt: skip
+    AHEAD,
+    BASE,
+    COLUMNS,
+    COUNT,
+    END,
+    LOOPS,
+    ROOT,
+    SEED,
+    SLOT,
+    SPARE,
+    TABLE,
+    TURN,
+    WINDOW,
+    noise_key,
+)
 
 VOCAB = 3  # few tokens, so that guesses often hold
 
