@@ -45,9 +45,7 @@ def make_find(launch: AttentionLaunch) -> Any:
         elif own >= 0:
             at = table + own * 4
             if is_int4:
-                at = (
-                    exact_blocks + wide(table_row * max_blocks + own if is_paged else table_row) * 4
-                )
+                at = exact_blocks + wide(table_row * max_blocks + own) * 4
             exact += wide(load_i32(at)) * exact_block_bytes
         window, low = NO_WINDOW, 1
         if windows != 0:
