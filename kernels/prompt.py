@@ -29,7 +29,7 @@ from kernels.prompt_products import (
     pieces,
     pieces_up_to,
 )
-from kernels.prompt_rows import SplitShape
+from kernels.prompt_split import SplitShape, commit_tiles, split_qkv
 from kernels.prompt_tiles import PromptTiles
 from kernels.runtime import launch
 
@@ -112,11 +112,11 @@ class PromptPass:
         }
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
-        self._split = prompt_rows.split_qkv(replace(spec.split, is_gathered=cache.kind == "fp16"))
+        self._split = split_qkv(replace(spec.split, is_gathered=cache.kind == "fp16"))
         shape = replace(spec.attention, kind=cache.kind)
         self._attention = prompt_attention(shape)
         self._windowed = prompt_attention(replace(shape, has_windows=True))
-        self._commit = prompt_rows.commit_tiles(spec.head_dim, spec.num_kv_heads)
+        self._commit = commit_tiles(spec.head_dim, spec.num_kv_heads)
         self._gather = gather(GatherShape(spec.num_kv_heads, spec.head_dim, cache.kind))
         self._multiprocessors = 2
         if self.device.type == "cuda":
@@ -280,8 +280,8 @@ def variants() -> dict[str, Variant]:
     found["prompt_gate"] = prompt_rows.gate(4096)
     found["prompt_gather"] = gather(GatherShape(12, 128))
     found["prompt_gather_int4"] = gather(GatherShape(12, 128, "int4"))
-    found["prompt_commit"] = prompt_rows.commit_tiles(128, 12)
-    found["prompt_split_half"] = prompt_rows.split_qkv(SplitShape(12, 12, 128, True, True, True))
-    found["prompt_split_pairs"] = prompt_rows.split_qkv(SplitShape(16, 2, 64, True, False))
-    found["prompt_split_plain"] = prompt_rows.split_qkv(SplitShape(8, 8, 96, False, True))
+    found["prompt_commit"] = commit_tiles(128, 12)
+    found["prompt_split_half"] = split_qkv(SplitShape(12, 12, 128, True, True, True))
+    found["prompt_split_pairs"] = split_qkv(SplitShape(16, 2, 64, True, False))
+    found["prompt_split_plain"] = split_qkv(SplitShape(8, 8, 96, False, True))
     return found

@@ -27,6 +27,7 @@ from kernels.layout import NUM_SINKS, FragmentCache  # noqa: E402
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec  # noqa: E402
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention  # noqa: E402
 from kernels.prompt_gather import STORED, WRITTEN, GatherShape, cache_arguments, gather  # noqa: E402
+from kernels.prompt_split import split_qkv  # noqa: E402
 from kernels.prompt_tiles import PromptTiles, make_tiles  # noqa: E402
 from kernels.runtime import launch, set_build_dir  # noqa: E402
 
@@ -316,7 +317,7 @@ def bench_rows(rows: int) -> None:
         "split": (
             qkv.numel() * 4,
             partial(
-                launch, prompt_rows.split_qkv(split), split_grid, qkv, q, cache.exact, 0, cache.exact.stride(0),
+                launch, split_qkv(split), split_grid, qkv, q, cache.exact, 0, cache.exact.stride(0),
                 tables, tiles.counts, tiles.tiles, angles(rows), scratch, 1, rows // 64,
             ),
         ),

@@ -14,7 +14,7 @@ from kernels.layout import FragmentCache, PagedCache, Paging
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec
 from kernels.prompt_attention import PromptAttentionShape, prompt_attention
 from kernels.prompt_gather import STORED, WRITTEN, GatherShape, cache_arguments, gather
-from kernels.prompt_rows import SplitShape
+from kernels.prompt_split import SplitShape, commit_tiles, split_qkv
 from kernels.prompt_tiles import PromptTiles, make_tiles
 from kernels.runtime import launch
 
@@ -231,7 +231,7 @@ def test_split_turns_scales_and_stores(shape: SplitShape) -> None:
     q = torch.full((len(slots), shape.num_heads * dim), float("nan")).half()
     scratch = torch.zeros(tiles.num_items, kv, 256 * dim, dtype=torch.uint8)
     launch(
-        prompt_rows.split_qkv(shape), (len(tiles.tiles) * shape.parts, 1), qkv, q, cache.exact,
+        split_qkv(shape), (len(tiles.tiles) * shape.parts, 1), qkv, q, cache.exact,
         LAYER * cache.exact.stride(1), cache.exact.stride(0), block_tables, tiles.counts, tiles.tiles,
         table if shape.is_rotary else None, scratch, *block_tables.shape[1:],
     )  # fmt: skip
@@ -290,7 +290,7 @@ def test_full_blocks_are_stored_in_4_bits_and_first_keys_kept() -> None:
     positions = list(range(2, 140))
     tiles = _tiles([0] * len(positions), positions, kind="int4")
     launch(
-        prompt_rows.commit_tiles(dim, 1), (len(tiles.tiles), 1), *cache_arguments(cache, LAYER),
+        commit_tiles(dim, 1), (len(tiles.tiles), 1), *cache_arguments(cache, LAYER),
         block_tables, cache.exact_tables, tiles.counts, tiles.tiles, *block_tables.shape[1:],
     )  # fmt: skip
     for index in range(4):
