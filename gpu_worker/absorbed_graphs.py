@@ -245,6 +245,9 @@ class AbsorbedRunner:
     def capture(self, skip: Collection[str] = ()) -> torch.cuda.CUDAGraph:
         """Capture the step; later replays take no Python launch."""
         stream = torch.cuda.Stream()
+        stream.wait_stream(
+            torch.cuda.current_stream()
+        )  # whoever fills the buffers may still be at it
         self.launch_step(stream.cuda_stream, skip)  # loads the kernels outside the capture
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
