@@ -21,7 +21,7 @@ from gpu_worker.batch import Batch, Work
 from gpu_worker.decode_graphs import BUCKETS
 from gpu_worker.drawing import Drawing, draw
 from gpu_worker.exits import is_sequential
-from gpu_worker.fused_model import FusedModel, is_fusible
+from gpu_worker.fused_model import fused_kind
 from gpu_worker.graphed_model import GraphedModel
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.kv_sizes import is_absorbed
@@ -529,7 +529,7 @@ def _model_kind(config: ModelConfig, options: EngineOptions) -> type[Model]:
     if not options.is_graphed:
         return Model
     is_on_gpu = options.device == "cuda" and torch.cuda.is_available()
-    return FusedModel if is_on_gpu and is_fusible(config, options.kv_format) else GraphedModel
+    return fused_kind(config, options.kv_format) if is_on_gpu else GraphedModel
 
 
 def _error(run: Run, code: str, message: str) -> SequenceOutput:

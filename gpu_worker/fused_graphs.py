@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.decode_graphs import DecodeGraphs
-from gpu_worker.graphs import DecodeSpec, DecodeWeights, column_tiles_for, step_kernels
+from gpu_worker.graphs import (
+    DecodeSpec,
+    DecodeWeights,
+    column_tiles_for,
+    product_shapes,
+    step_kernels,
+)
 from gpu_worker.rows import Rows
 from kernels import fragments, step
+from kernels.compiler import Variant
 from kernels.layout import BLOCK_SIZE, FragmentCache
 from kernels.runtime import launch
 
@@ -51,20 +58,37 @@ class FusedGraphs(DecodeGraphs):
         embed_scale: float,
     ) -> None:
         super().__init__(model, cache, max_rows)
-        assert isinstance(cache.paged, FragmentCache)
-        self._spec, self._paged = spec, cache.paged
-        self._weights = DecodeWeights(spec, tensors)
+        self._spec = spec
         self._angles, self._slopes, self._embed_scale = angles, slopes, embed_scale
         device = model.device
+        self._has_copies = cache.form.has_copies
+        self._own = torch.zeros(
+            cache.spare_slot + 1, cache.num_tables, dtype=torch.int32, device=device
+        )
         self._row_info = torch.zeros(self.max_rows, 2, dtype=torch.int32, device=device)
         self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
-        self._q = torch.zeros(
-            self.max_rows, spec.n_heads * spec.head_dim, dtype=torch.half, device=device
+        self._packed = self._pack(tensors)
+        self._by_bucket = {bucket: self._make_bucket(bucket) for bucket in self.buckets}
+
+    def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights in the kernels' order, by `DecodeWeights`' names."""
+        spec = self._spec
+        assert isinstance(self._cache.paged, FragmentCache)
+        self._paged = self._cache.paged
+        self._q = self.states.new_zeros(
+            self.max_rows, spec.n_heads * spec.head_dim, dtype=torch.half
         )
-        self._by_bucket = {
-            bucket: _Bucket(spec, self._weights, bucket, device) for bucket in self.buckets
-        }
+        return DecodeWeights(spec, tensors).packed
+
+    def _make_bucket(self, rows: int) -> Bucket:
+        return Bucket(
+            self._spec,
+            rows,
+            *step_kernels(self._spec, rows),
+            "pos" in self._packed,
+            self._model.device,
+        )
 
     def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
         super().load(rows, sources)
@@ -75,6 +99,10 @@ class FusedGraphs(DecodeGraphs):
         info[:count, 0] = _num_stable(rows)
         info[:count, 1] = in_tables
         self._put(torch.from_numpy(info), self._row_info)
+        if self._has_copies:  # the rows of a sequence are all in one block
+            own = np.full(self._own.shape, -1, dtype=np.int32)
+            own[rows.slots] = self._cache.host_copy_tables[rows.slots, :, rows.places // BLOCK_SIZE]
+            self._put(torch.from_numpy(own), self._own)
         positions = np.full(self.max_rows, -1, dtype=np.int32)  # of rows that there are not
         positions[:count] = rows.positions
         self._put(torch.from_numpy(positions), self._by_name["positions"])
@@ -106,7 +134,7 @@ class FusedGraphs(DecodeGraphs):
 
         def head() -> None:
             launch(
-                part.variants["head"], part.grids["head"], self._weights.packed["head"], part.normed, self._squares,
+                part.variants["head"], part.grids["head"], self._packed["head"], part.normed, self._squares,
                 bucket, self._spec.norm_eps, self.logits,
             )  # fmt: skip
 
@@ -137,19 +165,20 @@ class FusedGraphs(DecodeGraphs):
         return self.logits[: len(states)]
 
     def _begin(
-        self, part: _Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True
+        self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True
     ) -> None:
-        spec, packed = self._spec, self._weights.packed
-        is_exact = spec.kv_format != "fp16"
-        blocks = self._paged.exact_tables if is_exact else self._block_tables
+        packed = self._packed
+        blocks, blocks_a_loop = self._block_tables, self._cache.max_blocks
+        if self._has_copies:
+            blocks, blocks_a_loop = self._own, 1
         launch(
             part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
             packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, blocks,
             part.slots, self._angles, self._rope, packed[gain], part.normed, num_passes, self._cache.num_tables,
-            self._cache.max_blocks, self._embed_scale, is_overlapped=False,
+            blocks_a_loop, self._embed_scale, is_overlapped=False,
         )  # fmt: skip
 
-    def _passes(self, part: _Bucket, num_passes: int, last_gain: str) -> None:
+    def _passes(self, part: Bucket, num_passes: int, last_gain: str) -> None:
         spec = self._spec
         for loop in range(num_passes):
             for layer in range(spec.layers):
@@ -157,23 +186,11 @@ class FusedGraphs(DecodeGraphs):
                 following = f"{layer + 1}.norm1" if layer + 1 < spec.layers else "0.norm1"
                 self._layer(part, loop, layer, last_gain if is_last else following)
 
-    def _layer(self, part: _Bucket, loop: int, layer: int, following: str) -> None:
-        spec, packed, paged, rows = self._spec, self._weights.packed, self._paged, part.rows
-        variants, grids, eps = part.variants, part.grids, spec.norm_eps
-        exact, stored = _at(paged.exact, layer), _at(paged.stored, layer)
-        exact_bytes, stored_bytes = paged.exact.stride(0), paged.stored.stride(0)
-        has_sinks = paged.sinks is not None
-        launch(
-            variants["qkv"], grids["qkv"], packed[f"{layer}.qkv"], part.normed, self._squares, rows, eps, self._q,
-            exact, part.slots[loop], self._rope, exact_bytes,
-        )  # fmt: skip
-        launch(
-            variants["attention"], grids["attention"], self._q, exact, paged.exact_tables, exact_bytes, stored,
-            stored_bytes, self._block_tables, self._by_name["positions"], self._row_info, self._slopes,
-            self._by_name["windows"], None, None, None, part.mixed, _at(paged.sinks, layer) if has_sinks else None,
-            paged.sink_of if has_sinks else None, paged.sinks.stride(0) if has_sinks else 0, loop,
-            self._cache.num_tables, self._cache.max_blocks,
-        )  # fmt: skip
+    def _layer(self, part: Bucket, loop: int, layer: int, following: str) -> None:
+        """One layer's kernels; the last writes what the reader with the gain `following` wants."""
+        self._attend(part, loop, layer)
+        packed, rows, eps = self._packed, part.rows, self._spec.norm_eps
+        variants, grids = part.variants, part.grids
         launch(
             variants["o"], grids["o"], packed[f"{layer}.o"], part.mixed, None, rows, eps, self.states, self._squares,
             packed[f"{layer}.norm3"], part.normed,
@@ -187,31 +204,58 @@ class FusedGraphs(DecodeGraphs):
             self._squares, packed[following], part.normed,
         )  # fmt: skip
 
+    def _attend(self, part: Bucket, loop: int, layer: int) -> None:
+        """From the normed rows to the heads' outputs, by way of the cache."""
+        paged, rows, eps = self._paged, part.rows, self._spec.norm_eps
+        packed, variants, grids = self._packed, part.variants, part.grids
+        exact, stored = layer_of(paged.exact, layer), layer_of(paged.stored, layer)
+        exact_bytes, stored_bytes = paged.exact.stride(0), paged.stored.stride(0)
+        has_sinks = paged.sinks is not None
+        launch(
+            variants["qkv"], grids["qkv"], packed[f"{layer}.qkv"], part.normed, self._squares, rows, eps, self._q,
+            exact, part.slots[loop], self._rope, exact_bytes,
+        )  # fmt: skip
+        launch(
+            variants["attention"], grids["attention"], self._q, exact, self._own, exact_bytes, stored,
+            stored_bytes, self._block_tables, self._by_name["positions"], self._row_info, self._slopes,
+            self._by_name["windows"], None, None, None, part.mixed, layer_of(paged.sinks, layer) if has_sinks else None,
+            paged.sink_of if has_sinks else None, paged.sinks.stride(0) if has_sinks else 0, loop,
+            self._cache.num_tables, self._cache.max_blocks,
+        )  # fmt: skip
 
-class _Bucket:
-    """The kernels of one number of rows, and what lies between them."""
+
+class Bucket:
+    """The kernels of one number of rows, and what lies between them.
+
+    Args:
+        variants, grids: of `qkv` or what stands for it, `attention`, `o`, `gate_up`, `down` and `head`.
+    """
 
     def __init__(
-        self, spec: DecodeSpec, weights: DecodeWeights, rows: int, device: torch.device
+        self,
+        spec: DecodeSpec,
+        rows: int,
+        variants: dict[str, Variant],
+        grids: dict[str, tuple[int, int]],
+        has_learned: bool,
+        device: torch.device,
     ) -> None:
-        self.rows = rows
-        self.variants, self.grids = step_kernels(spec, rows)
-        tiles = column_tiles_for(rows)
+        self.rows, self.variants, self.grids = rows, variants, grids
+        shapes, tiles = product_shapes(spec), column_tiles_for(rows)
         angles = spec.head_dim // 2 if spec.is_rotary else 0
-        has_learned = "pos" in weights.packed
         self.begin_step, self.begin_passes = (
             step.begin_step(
-                step.StepShape(spec.d_model, angles, weights.shapes["qkv"], tiles, has_learned, is_state)
+                step.StepShape(spec.d_model, angles, shapes["qkv"], tiles, has_learned, is_state)
             )
             for is_state in (False, True)
-        )  # fmt: skip
+        )
         self.slots = torch.zeros(spec.loops, rows, dtype=torch.int32, device=device)
         self.normed, self.mixed, self.hidden = (
             torch.zeros(
-                fragments.packed_size(rows, weights.shapes[name], tiles), dtype=torch.half, device=device
+                fragments.packed_size(rows, shapes[name], tiles), dtype=torch.half, device=device
             )
             for name in ("qkv", "o", "down")
-        )  # fmt: skip
+        )
 
 
 def _num_stable(rows: Rows) -> NDArray[np.int32]:
@@ -225,6 +269,6 @@ def _num_stable(rows: Rows) -> NDArray[np.int32]:
     return stable
 
 
-def _at(pool: Tensor, layer: int) -> Tensor:
+def layer_of(pool: Tensor, layer: int) -> Tensor:
     """The pool from `layer` of its first block on."""
     return pool.view(-1)[layer * pool.stride(1) :]

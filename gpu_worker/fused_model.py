@@ -1,8 +1,9 @@
-"""Models of the usual kind (pre-norm, RMS, SwiGLU) on a GPU: prompt rows as large library products, all others through the fused kernels.
+"""Models of the usual kind (pre-norm, RMS, SwiGLU) on a GPU, whose generated rows run through fused kernels.
 
-A row belongs to one of two classes, by its token alone: the prompt's rows to the prompt class (`kernels.prompt`), generated ones, drafted
-or replayed, to the generated class (`FusedGraphs`). Each class gives a row the same bits in any company; both write the same cache.
-Owns which model can run so, and its weights in both orders.
+A row belongs to one of two classes, by its token alone: the prompt's rows to the prompt class, generated ones, drafted or replayed, to
+the generated class (`FusedGraphs`, `AbsorbedDecode`). Each class gives a row the same bits in any company; both write the same cache.
+The prompt class is large library products (`kernels.prompt`) where K and V are cached, and the general kernels where inputs are.
+Owns which model can run so, and its weights in the orders of both classes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_worker import absorbed_graphs
+from gpu_worker.absorbed_decode import AbsorbedDecode
 from gpu_worker.fused_graphs import FusedGraphs
 from gpu_worker.graphed_model import GraphedModel
 from gpu_worker.graphs import DecodeSpec
@@ -27,8 +30,21 @@ from kernels.prompt import PromptLayer, PromptPass, PromptSpec
 from kernels.prompt_tiles import make_tiles
 
 
-def is_fusible(config: ModelConfig, kv_format: str) -> bool:
-    """Whether a model is of the kind, and its cache in a format that the fused kernels read."""
+def fused_kind(config: ModelConfig, kv_format: str) -> type[GraphedModel]:
+    """The class of a model that its kernels are made for, `GraphedModel` if it is not of the usual kind."""
+    if not _is_usual(config):
+        return GraphedModel
+    is_over_inputs = kv_format in ("h", "h_int4")
+    if is_over_inputs and config.arch.pos.kind == "learned":
+        try:
+            absorbed_graphs.step_kernels(_spec(config, "fp16"), "int4", 1)
+        except ValueError:  # other shapes than the kernels are made for
+            return GraphedModel
+        return AbsorbedModel
+    return FusedModel if kv_format in ("fp16", "int4") else GraphedModel
+
+
+def _is_usual(config: ModelConfig) -> bool:
     arch, loop, stages = config.arch, config.loop, config.stages
     has_biases = any(
         (
@@ -50,48 +66,49 @@ def is_fusible(config: ModelConfig, kv_format: str) -> bool:
         and arch.head_dim <= 256
         and arch.d_model % 16 == arch.d_ff % 16 == 0
     )
-    is_fp16 = config.dtype == "fp16" and arch.embed_rank == 0
-    return is_usual and is_plain_loop and fits and is_fp16 and kv_format in ("fp16", "int4")
+    return is_usual and is_plain_loop and fits and config.dtype == "fp16" and arch.embed_rank == 0
 
 
-class FusedModel(GraphedModel):
-    """See the module; takes fp16 weights."""
+def _spec(config: ModelConfig, kv_format: str) -> DecodeSpec:
+    arch = config.arch
+    return DecodeSpec(
+        arch.d_model, arch.n_heads, arch.n_kv_heads, arch.head_dim, arch.d_ff, arch.vocab, config.stages.core,
+        config.loop.hard_max, arch.norm_eps, arch.pos.kind == "rope", arch.pos.pairing == "half", kv_format=kv_format,
+    )  # fmt: skip
+
+
+class ClassedModel(GraphedModel):
+    """A model with two classes of rows; takes fp16 weights."""
 
     can_map_keys = False
     graphs: FusedGraphs | None
+    _decode_kind: type[FusedGraphs] = FusedGraphs
 
     def bind(self, cache: KVCache, max_rows: int) -> None:
-        assert isinstance(cache.paged, FragmentCache)
-        arch, pos = self.arch, self.arch.pos
-        is_rotary = pos.kind == "rope"
-        angles = None
-        if is_rotary:
-            angles = rotary_table(arch).to(self.device).permute(1, 2, 0).contiguous()
-        slopes = alibi_slopes(arch.n_heads).to(self.device) if pos.kind == "alibi" else None
-        spec = DecodeSpec(
-            arch.d_model, arch.n_heads, arch.n_kv_heads, arch.head_dim, arch.d_ff, arch.vocab, self.config.stages.core,
-            self.config.loop.hard_max, arch.norm_eps, is_rotary, pos.pairing == "half", kv_format=cache.paged.kind,
+        arch = self.arch
+        self._angles = self._slopes = None
+        if arch.pos.kind == "rope":
+            self._angles = rotary_table(arch).to(self.device).permute(1, 2, 0).contiguous()
+        if arch.pos.kind == "alibi":
+            self._slopes = alibi_slopes(arch.n_heads).to(self.device)
+        self.graphs = self._decode_kind(
+            self, cache, max_rows, _spec(self.config, cache.form.kind), self._fused_tensors(), self._angles, self._slopes,
+            arch.embed_scale,
         )  # fmt: skip
-        self.graphs = FusedGraphs(
-            self, cache, max_rows, spec, self._fused_tensors(), angles, slopes, arch.embed_scale
-        )
-        prompt = PromptSpec(
-            arch.d_model, arch.n_heads, arch.n_kv_heads, arch.head_dim, arch.d_ff, arch.norm_eps, is_rotary,
-            pos.pairing == "half", pos.kind == "alibi",
-        )  # fmt: skip
-        self._prompts = PromptPass(
-            prompt, self._layers, cache.paged, cache.block_tables, angles=angles, slopes=slopes
-        )
+        self._has_copies = cache.form.has_copies
 
     def _make_weights(self, tensors: Mapping[str, Tensor]) -> Weights:
-        """Joined fp16 matrices for the prompt class; what the general kernels would read in their own order is left out."""
         self._embed = tensors["embed.weight"].to(self.device)
         tied = self.arch.tied_head
         self._head = self._embed if tied else tensors["head.weight"].to(self.device)
         self._pos = tensors["pos.weight"].to(self.device) if "pos.weight" in tensors else None
         self._layers = [self._layer(tensors, f"core.{i}") for i in range(self.config.stages.core)]
         self._final_gain = tensors["norm.weight"].to(self.device, torch.float32, copy=True)
-        return pack_weights(self.config, tensors, self.ops, has_products=False)
+        return self._pack(tensors)
+
+    def _pack(self, tensors: Mapping[str, Tensor]) -> Weights:
+        """What the prompt class and the ends of the model read."""
+        return pack_weights(self.config, tensors, self.ops)
 
     def _layer(self, tensors: Mapping[str, Tensor], at: str) -> PromptLayer:
         def matrix(*names: str) -> Tensor:
@@ -120,7 +137,7 @@ class FusedModel(GraphedModel):
     @property
     def stays_in_block(self) -> bool:
         """Rows of one sequence in two blocks may not share a pass: with int4 the first block's stored form comes after it."""
-        return self._prompts.cache.kind == "int4"
+        return self._has_copies
 
     def trunk(
         self, rows: Rows, cache: KVCache, after_pass: AfterPass | None = None
@@ -142,6 +159,33 @@ class FusedModel(GraphedModel):
             states[at], embedded[at] = found
         return states, embedded
 
+    def logits(self, y: Tensor) -> Tensor:
+        assert self.graphs is not None
+        most = self.graphs.max_rows
+        if len(y) <= most:
+            return self.graphs.read(y)
+        parts = [self.graphs.read(y[i : i + most]).clone() for i in range(0, len(y), most)]
+        return torch.cat(parts)
+
+
+class FusedModel(ClassedModel):
+    """K and V in the cache; prompts through the prompt class's own kernels."""
+
+    def bind(self, cache: KVCache, max_rows: int) -> None:
+        super().bind(cache, max_rows)
+        assert isinstance(cache.paged, FragmentCache)
+        arch = self.arch
+        prompt = PromptSpec(
+            arch.d_model, arch.n_heads, arch.n_kv_heads, arch.head_dim, arch.d_ff, arch.norm_eps, arch.pos.kind == "rope",
+            arch.pos.pairing == "half", arch.pos.kind == "alibi",
+        )  # fmt: skip
+        self._prompts = PromptPass(
+            prompt, self._layers, cache.paged, cache.block_tables, angles=self._angles, slopes=self._slopes
+        )  # fmt: skip
+
+    def _pack(self, tensors: Mapping[str, Tensor]) -> Weights:
+        return pack_weights(self.config, tensors, self.ops, has_products=False)
+
     def core_pass(self, state: Tensor, embedded: Tensor, paging: Paging, cache: KVCache) -> Tensor:
         """One pass of prompt rows."""
         host, count = HostPaging.of(paging), len(state)
@@ -154,13 +198,11 @@ class FusedModel(GraphedModel):
             self._prompts.layer(x, count, index, tiles)
         return x[:count]
 
-    def logits(self, y: Tensor) -> Tensor:
-        assert self.graphs is not None
-        most = self.graphs.max_rows
-        if len(y) <= most:
-            return self.graphs.read(y)
-        parts = [self.graphs.read(y[i : i + most]).clone() for i in range(0, len(y), most)]
-        return torch.cat(parts)
+
+class AbsorbedModel(ClassedModel):
+    """The attention's inputs in the cache; prompts through the general kernels."""
+
+    _decode_kind = AbsorbedDecode
 
 
 def _of_part(after_pass: AfterPass | None, piece: np.ndarray[Any, Any]) -> AfterPass | None:

@@ -166,6 +166,11 @@ class KVCache:
         """The same in host memory, to be read alone."""
         return self._tables
 
+    @property
+    def host_copy_tables(self) -> Blocks:
+        """Which exact copy each block of each slot has, to be read alone; empty in formats without copies."""
+        return self._copy_tables
+
     def _touch(self) -> None:
         for mirror in self._mirrors:
             mirror.touch()

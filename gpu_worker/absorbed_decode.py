@@ -1,0 +1,68 @@
+"""The decode rows of a model without rotary positions over cached inputs (KV formats h and h_int4), through the fused kernels.
+
+As `FusedGraphs`, with three kernels where that has two: queries in terms of the input, which also goes to the cache, attention over inputs,
+and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gpu_worker.absorbed_graphs import AbsorbedWeights, step_kernels
+from gpu_worker.fused_graphs import Bucket, FusedGraphs, layer_of
+from kernels.layout import CutCache
+from kernels.runtime import launch
+
+
+class AbsorbedBucket(Bucket):
+    """With queries over inputs, and attention's averages of inputs with their maxima and sums."""
+
+    queries: Tensor
+    averages: Tensor
+    meta: Tensor
+
+
+class AbsorbedDecode(FusedGraphs):
+    """See the module."""
+
+    def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert isinstance(self._cache.paged, CutCache)
+        self._inputs = self._cache.paged
+        weights = AbsorbedWeights(self._spec, self._inputs.kind, tensors)
+        self._shape = weights.shape
+        return weights.others.packed | weights.packed
+
+    def _make_bucket(self, rows: int) -> Bucket:
+        spec, device = self._spec, self._model.device
+        variants, grids, attend = step_kernels(spec, self._inputs.kind, rows)
+        bucket = AbsorbedBucket(spec, rows, variants, grids, "pos" in self._packed, device)
+        halves = {"dtype": torch.half, "device": device}
+        bucket.queries = torch.zeros(rows, self._shape.query_bytes // 2, **halves)
+        bucket.averages = torch.zeros(rows, attend.slots, spec.n_heads, spec.d_model, **halves)
+        bucket.meta = torch.zeros(rows, attend.slots, spec.n_heads, 2, device=device)
+        return bucket
+
+    def _attend(self, part: Bucket, loop: int, layer: int) -> None:
+        assert isinstance(part, AbsorbedBucket)
+        packed, variants, grids, inputs = self._packed, part.variants, part.grids, self._inputs
+        cache: list[Tensor | int] = []
+        for pool in (inputs.values, inputs.scales, inputs.exact_values, inputs.sink_values):
+            cache += [layer_of(pool, layer), pool.stride(0) * pool.element_size()]
+        cache += [
+            inputs.sink_of, self._block_tables, self._own, self._by_name["positions"], self._row_info,
+        ]  # fmt: skip
+        sizes = loop, self._cache.num_tables, self._cache.max_blocks
+        launch(
+            variants["query"], grids["query"], packed[f"{layer}.q"], packed[f"{layer}.k"], part.normed, self._squares,
+            part.queries, self.states, packed[f"{layer}.norm1"], *cache, part.rows, *sizes, self._spec.norm_eps,
+        )  # fmt: skip
+        launch(
+            variants["attention"], grids["attention"], part.queries, *cache, self._by_name["windows"], self._slopes,
+            part.averages, part.meta, *sizes,
+        )  # fmt: skip
+        launch(
+            variants["values"], grids["values"], packed[f"{layer}.v"], part.averages, part.meta, part.mixed, part.rows,
+        )  # fmt: skip
