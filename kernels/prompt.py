@@ -18,9 +18,10 @@ from torch import Tensor
 from kernels import prompt_rows
 from kernels.compiler import Variant
 from kernels.layout import FragmentCache
-from kernels.prompt_attention import PromptAttentionShape, prompt_attention
+from kernels.prompt_attention import TILE_ROWS, PromptAttentionShape, prompt_attention
 from kernels.prompt_gather import GatherShape, cache_arguments, gather
 from kernels.prompt_products import (
+    CANDIDATES,
     Product,
     add_product,
     fastest_count,
@@ -84,7 +85,7 @@ class PromptPass:
         angles: float32 (max_pos, head_dim / 2, 2), cos and sin; None without rotary positions.
         block_tables: int32 (num_slots, num_tables, max_blocks).
         slopes: float32 (num_heads,), ALiBi only.
-        buckets: row counts of `keep_equal`; found here if None.
+        candidates: row counts of products, of which each product keeps those with equal bits; None: those that suit a GPU, or one block.
     """
 
     def __init__(
@@ -96,20 +97,20 @@ class PromptPass:
         *,
         angles: Tensor | None = None,
         slopes: Tensor | None = None,
-        buckets: Sequence[int] | None = None,
+        candidates: Sequence[int] | None = None,
     ) -> None:
         self.spec, self.layers, self.cache = spec, layers, cache
         self.block_tables, self.angles, self.slopes = block_tables, angles, slopes
         self.device = block_tables.device
+        if candidates is None:
+            candidates = CANDIDATES if self.device.type == "cuda" else (TILE_ROWS,)
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        products = self._products()
-        self.buckets = tuple(sorted(buckets or keep_equal(products)))
+        self.candidates = sorted(candidates)
+        products = {(p, w.shape): (p, w) for p, w in self._products()}
+        self.counts = {key: keep_equal(*of, self.candidates) for key, of in products.items()}
         # Equal bits leave the choice of the piece to time.
-        self.fastest = {
-            key: fastest_count(product, weight, self.buckets)
-            for key, (product, weight) in {(p, w.shape): (p, w) for p, w in products}.items()
-        }
+        self.fastest = {key: fastest_count(*of, self.counts[key]) for key, of in products.items()}
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
         self._split = split_qkv(replace(spec.split, is_gathered=cache.kind == "fp16"))
@@ -133,9 +134,8 @@ class PromptPass:
         return found
 
     def padded_rows(self, rows: int) -> int:
-        """Rows that a pass of `rows` rows computes."""
-        first, count = pieces(rows, self.buckets)[-1]
-        return first + count
+        """Rows of the buffers of a pass of `rows` rows: some products may compute as many."""
+        return max(sum(pieces(rows, counts)[-1]) for counts in self.counts.values())
 
     def new_state(self, rows: int) -> Tensor:
         """Zeros, float32 (padded rows, d_model): the state of a pass, whose first rows the caller fills."""
@@ -144,7 +144,8 @@ class PromptPass:
     def core(self, state: Tensor, tiles: PromptTiles) -> Tensor:
         """Put the state (rows, d_model) float32 of a pass through all layers; the new state, and K and V in the cache."""
         rows = len(state)
-        key = (self.padded_rows(rows), tiles.tile_capacity, tiles.item_capacity, tiles.has_windows)
+        some = next((count for count in self.candidates if count >= rows), rows)
+        key = (some, tiles.tile_capacity, tiles.item_capacity, tiles.has_windows)
         # The first pass of a shape runs as it is: what is loaded or allocated on first use cannot be captured.
         if state.is_cuda and key[0] <= _CAPTURED_ROWS and key in self._graphs:
             graph = self._graphs[key]
@@ -188,7 +189,7 @@ class PromptPass:
         qkv = self._buffer("qkv", padded, spec.split.parts * spec.head_dim)
         gathered = self._buffer("gathered", num_items, spec.num_kv_heads * 128 * spec.head_dim)
         self._normalise(x, weights.norm1, h, rows)
-        self._multiply(multiply, h, weights.qkv, qkv)
+        self._multiply(multiply, h, weights.qkv, qkv, rows)
         launch(
             self._split, (num_tiles * spec.split.parts, 1), qkv, q, *where[3:6], exact_tables, tiles.counts, tiles.tiles,
             self.angles, gathered, num_tables, max_blocks,
@@ -208,14 +209,14 @@ class PromptPass:
             self._windowed if tiles.has_windows else self._attention, (num_blocks, 1), q, gathered, tiles.counts,
             tiles.tiles, self.slopes, mixed,
         )  # fmt: skip
-        self._multiply(add_product, mixed, weights.o, x)
+        self._multiply(add_product, mixed, weights.o, x, rows)
         self._normalise(x, weights.norm3, h, rows)
         gate_up = self._buffer("gate_up", padded, 2 * spec.d_ff)
-        self._multiply(multiply, h, weights.gate_up, gate_up)
+        self._multiply(multiply, h, weights.gate_up, gate_up, rows)
         hidden = self._buffer("hidden", padded, spec.d_ff)
         blocks = prompt_rows.gate_grid(rows, spec.d_ff)
         launch(self._gate, (blocks, 1), gate_up, hidden, rows)
-        self._multiply(add_product, hidden, weights.down, x)
+        self._multiply(add_product, hidden, weights.down, x, rows)
 
     def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
         """Scratch memory fp16; it may move, so that a captured pass allocates its own."""
@@ -225,9 +226,11 @@ class PromptPass:
             self._scratch[name] = held
         return held[:rows]
 
-    def _multiply(self, product: Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        most = self.fastest[product, weight.shape]
-        for first, count in pieces_up_to(len(x), most, self.buckets):
+    def _multiply(
+        self, product: Product, x: Tensor, weight: Tensor, out: Tensor, rows: int
+    ) -> None:
+        key = product, weight.shape
+        for first, count in pieces_up_to(rows, self.fastest[key], self.counts[key]):
             product(x[first : first + count], weight, out[first : first + count])
 
     def _normalise(self, x: Tensor, gain: Tensor, h: Tensor, rows: int) -> None:
@@ -235,15 +238,15 @@ class PromptPass:
         launch(self._norm, (blocks, 1), x, gain, h, rows, self.spec.norm_eps)
 
     def capture(
-        self, x: Tensor, tiles: PromptTiles
+        self, x: Tensor, rows: int, tiles: PromptTiles
     ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
-        """A graph of all layers over x as it is, for any tiles within the capacities, and the memory that it must keep."""
+        """A graph of all layers over x, for any tiles of up to `rows` rows within the capacities, and the memory that it must keep."""
         kept, self._scratch = self._scratch, {}
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 for index in range(len(self.layers)):
-                    self.layer(x, len(x), index, tiles)
+                    self.layer(x, rows, index, tiles)
             return graph, self._scratch
         finally:
             self._scratch = kept
@@ -253,17 +256,17 @@ _GraphKey = tuple[int, int, int, bool]
 
 
 class _CapturedPass:
-    """All layers for one padded row count and capacity of tiles, replayed over its own state and tiles."""
+    """All layers for up to so many rows and a capacity of tiles, replayed over its own state and tiles."""
 
-    def __init__(self, owner: PromptPass, padded: int, tiles: PromptTiles) -> None:
-        self._x = torch.zeros(padded, owner.spec.d_model, device=owner.device)
+    def __init__(self, owner: PromptPass, rows: int, tiles: PromptTiles) -> None:
+        self._x = owner.new_state(rows)
         self._tiles = replace(
             tiles,
             packed=tiles.packed.clone(),
             num_tiles=tiles.tile_capacity,
             num_items=tiles.item_capacity,
         )
-        self._graph, self._kept = owner.capture(self._x, self._tiles)
+        self._graph, self._kept = owner.capture(self._x, rows, self._tiles)
 
     def run(self, state: Tensor, tiles: PromptTiles) -> Tensor:
         rows = len(state)

@@ -34,27 +34,17 @@ Product = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def keep_equal(
-    products: Sequence[tuple[Product, Tensor]], candidates: Sequence[int] = CANDIDATES
+    product: Product, weight: Tensor, candidates: Sequence[int] = CANDIDATES
 ) -> tuple[int, ...]:
-    """The row counts, ascending, at which all `products` give a row the bits that it has at the largest, wherever it lies.
+    """The row counts, ascending, at which `product` gives a row the bits that it has at the largest, wherever it lies.
 
-    Runs random rows; each shape of weight once. The largest candidate is always among the results.
+    Runs random rows. The largest candidate is always among the results.
 
     Raises:
         RuntimeError: a row's bits depend on its place even at the largest count.
     """
-    kept = sorted(candidates)
-    done = set()
-    for product, weight in products:
-        key = (product, weight.shape)
-        if key not in done:
-            done.add(key)
-            kept = _equal_counts(product, weight, kept)
-    return tuple(kept)
-
-
-def _equal_counts(product: Product, weight: Tensor, candidates: Sequence[int]) -> list[int]:
     n, k = weight.shape
+    candidates = sorted(candidates)
     most = candidates[-1]
     make = torch.Generator(device=weight.device).manual_seed(1)
     x = torch.randn(most, k, generator=make, device=weight.device).half()
@@ -78,7 +68,7 @@ def _equal_counts(product: Product, weight: Tensor, candidates: Sequence[int]) -
             for shift in (0, rows // 2 + 1)
         ):
             kept.append(rows)
-    return [*kept, most]
+    return (*kept, most)
 
 
 def fastest_count(product: Product, weight: Tensor, counts: Sequence[int]) -> int:

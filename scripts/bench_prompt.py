@@ -136,7 +136,7 @@ def bench_products(setting: str) -> None:
     ]
     for name, product, weight in cases:
         n, k = weight.shape
-        kept = prompt_products.keep_equal([(product, weight)])
+        kept = prompt_products.keep_equal(product, weight)
         cells = []
         for rows in prompt_products.CANDIDATES:
             x = torch.randn(rows, k, device="cuda").half()
@@ -344,7 +344,7 @@ class Prefill:
         self.x = torch.randn(2, length, SPEC.d_model, device="cuda")
         self.angles = angles(length)
         self.passing = PromptPass(SPEC, self.layers, self.cache, self.tables, angles=self.angles)
-        print(f"buckets kept: {self.passing.buckets}")
+        print(f"kept, least: {[counts[0] for counts in self.passing.counts.values()]}")
 
     def _int4_cache(self, exact: FragmentCache) -> FragmentCache:
         """With exact copies of all blocks, in another order, and sinks of all sequences."""
@@ -425,7 +425,7 @@ def bench_prefill(length: int, kind: str) -> None:
     flops += LOOPS * LAYERS * 2 * SPEC.num_heads * SPEC.head_dim * tokens * tokens
     print(f"fastest counts: {list(model.passing.fastest.values())}")
     print(f"{kind} prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
-    for rows in (64, 256, 1024, 2048, length):
+    for rows in (64, 128, 512, 1024, 2048, 4096):
         spans = [(0, 0, rows)]
         run = partial(model.run, spans, tiles_of(spans, kind=kind))
         print(f"prefill {rows}: {time_ms(run, 5):.2f} ms", flush=True)

@@ -333,7 +333,7 @@ def test_a_count_whose_bits_differ_is_not_kept() -> None:
         out.copy_(x.float() @ weight.float().t() + (0.5 if len(x) == 16 else 0))
 
     weight = torch.randn(8, 32).half()
-    assert prompt_products.keep_equal([(product, weight)], (8, 16, 32)) == (8, 32)
+    assert prompt_products.keep_equal(product, weight, (8, 16, 32)) == (8, 32)
 
 
 def _layer(spec: PromptSpec) -> PromptLayer:
@@ -383,16 +383,16 @@ def test_a_layer_matches_plain_pytorch_and_does_not_depend_on_chunks(kind: str) 
         cache.exact_tables = _ints([[[0, 1]], [[2, 3]]])
     torch.manual_seed(0)
     x = torch.randn(69, 64)
-    buckets = None
+    candidates = (64, 128)
 
     def run(chunks: list[list[tuple[int, int, int]]]) -> Tensor:
         """The states of slot 0 after a layer, for passes of (slot, first, end) spans."""
-        nonlocal buckets
         stored = torch.zeros_like(cache.stored)
         exact = stored if kind == "fp16" else torch.zeros_like(cache.exact)
         fresh = replace(cache, stored=stored, exact=exact)
-        passing = PromptPass(spec, [weights], fresh, block_tables, angles=table, buckets=buckets)
-        buckets = passing.buckets
+        passing = PromptPass(
+            spec, [weights], fresh, block_tables, angles=table, candidates=candidates
+        )
         out = torch.empty_like(x)
         for spans in chunks:
             slots = [slot for slot, first, end in spans for _ in range(first, end)]
