@@ -152,24 +152,32 @@ def choose_launch(
 ) -> tuple[AttentionLaunch, int]:
     """How the streams of so many rows are spread, and the blocks for each multiprocessor. A row's bits are the same with all."""
     units = rows * shape.units
+    few = 8 if shape.head_dim % 64 == 0 else 4
     if units <= 30:
-        cluster = 8 if shape.head_dim % 64 == 0 else 4
-        cluster, num_warps, stages, blocks = cluster, 16 // cluster, 4, 1
+        plan = (few, 16 // few, 4, 1)
     elif units <= 132:
-        cluster, num_warps, stages, blocks = 1, 8, 3, 1
-    elif shape.format == "int4":
-        cluster, num_warps, stages, blocks = 1, 2, 3, 6
+        plan = (1, 8, 3, 1)
     else:
-        cluster, num_warps, stages, blocks = 1, 4, 3, 2
-    while True:
-        launch = AttentionLaunch(
+        plan = (1, 2, 3, 6) if shape.format == "int4" else (1, 4, 3, 2)
+
+    def launch_of(cluster: int, num_warps: int, stages: int) -> AttentionLaunch:
+        return AttentionLaunch(
             shape, cluster, num_warps, stages, target, column_tiles, is_float_out, is_paged
         )
-        if launch.shared_bytes <= _SM_BYTES // blocks - 1024:
-            return launch, blocks
-        if blocks > 1:
-            blocks -= 1
-        elif stages > 2:
-            stages -= 1
-        else:
-            num_warps //= 2
+
+    def fits(cluster: int, num_warps: int, stages: int, blocks: int) -> bool:
+        return launch_of(cluster, num_warps, stages).shared_bytes <= _SM_BYTES // blocks - 1024
+
+    if not fits(*plan):
+        # Wide heads or many: as many warps as fit, on few blocks, with deep rings.
+        plans = [
+            (cluster, num_warps, stages, blocks)
+            for cluster in (1, 2, 4)
+            for num_warps in (2, 4, 8)
+            for stages in (2, 3)
+            for blocks in range(1, 7)
+            if cluster * num_warps <= STREAMS and fits(cluster, num_warps, stages, blocks)
+        ]
+        enough = 12 if shape.format == "int4" else 8
+        plan = max(plans, key=lambda p: (min(p[1] * p[3], enough), -p[0], p[2], p[1]))
+    return launch_of(*plan[:3]), plan[3]
