@@ -68,7 +68,6 @@ from kernels.intrinsics import (
     quotient,
     remainder,
     shared_base,
-    store_shared_32,
     store_shared_64,
     store_shared_128_if,
     sync_block,
@@ -224,7 +223,7 @@ class AbsorbedLaunch:
         shape = self.shape
         # p, shares, what is joined, corrections, maxima and sums; sums of queries, sums of p z
         small = shape.columns * (128 + 16 + 8 + 4 + 256 + 4 * shape.groups * (1 + shape.halves))
-        lists = CHAINS * 16 + 16 + 2 * _PAGE * _UNIT_BYTES
+        lists = 16 + 2 * _PAGE * _UNIT_BYTES
         return (
             self.ring_bytes
             + shape.query_bytes
@@ -239,20 +238,21 @@ _ARGS = "l" * 18 + "rrr"
 _STORED, _SINKS, _EXACT, _NOTHING = 0, 1, 2, 3  # kinds of what fills a stage
 # What the list of units says: two addresses, then flags, first key, and which keys count (from, to).
 _PAGE, _UNIT_BYTES = 32, 32
-_FIRST, _LAST, _STABLE = 4, 8, 16  # flags: of its chain; nothing in this step writes it
+# Flags: of its chain; nothing in this step writes it; the first exact one after stored ones.
+_FIRST, _LAST, _STABLE, _UNDO = 4, 8, 16, 32
 _ROWS_AT, _CHAIN_AT = 8, 12  # further bits: the last row of an exact piece, the chain
 
 
-def _make_units(launch: AbsorbedLaunch) -> Any:
-    """The list of what a block reads, a page of 32 units at a time, each lane one."""
-    shape, chains = launch.shape, launch.block_chains
+def _make_list(launch: AbsorbedLaunch) -> Any:
+    """How one warp lists what a block reads, a page of 32 units at a time, each lane one."""
+    shape, chains, split = launch.shape, launch.block_chains, launch.split
     is_cut, exact_row_bytes = shape.is_cut, 2 * shape.d_model
-    stride, sink_chain, piece, num_sinks, page, unit_bytes = (
-        CHAINS, _SINK_CHAIN, PIECE, NUM_SINKS, _PAGE, _UNIT_BYTES,
+    stride, sink_chain, piece, num_sinks, page, unit_bytes, everything = (
+        CHAINS, _SINK_CHAIN, PIECE, NUM_SINKS, _PAGE, _UNIT_BYTES, _EVERYTHING,
     )  # fmt: skip
     stored, sinks_only, exact_piece, nothing = _STORED, _SINKS, _EXACT, _NOTHING
-    first_flag, last_flag, stable_flag, rows_at, chain_at = (
-        _FIRST, _LAST, _STABLE, _ROWS_AT, _CHAIN_AT,
+    first_flag, last_flag, stable_flag, undo_flag, rows_at, chain_at = (
+        _FIRST, _LAST, _STABLE, _UNDO, _ROWS_AT, _CHAIN_AT,
     )  # fmt: skip
 
     @device_function
@@ -274,45 +274,67 @@ def _make_units(launch: AbsorbedLaunch) -> Any:
             units = lead + 4 * blocks
             if pieces > 0:
                 units += pieces - 4
-        return narrow(lead), narrow(block), narrow(blocks), narrow(units if units > 0 else 1)
+        return lead, block, blocks, units if units > 0 else 1
 
     @device_function
-    def list_units(
-        number: Any, first_chain: Any, infos: Any, units: Any, position: Any, first: Any, num_stable: Any,
-        codes: Any, code_block_bytes: Any, scales: Any, scale_block_bytes: Any, exact: Any, exact_bytes: Any,
-        exact_blocks: Any, sinks: Any, sink_bytes: Any, sink: Any, table: Any, lane: Any,
+    def list_page(
+        number: Any, units: Any, header: Any, codes: Any, code_block_bytes: Any, scales: Any,
+        scale_block_bytes: Any, exact: Any, exact_bytes: Any, sinks: Any, sink_bytes: Any, sink_of: Any,
+        tables: Any, exact_blocks: Any, positions: Any, row_info: Any, windows: Any, loop: Any, max_loops: Any,
+        max_blocks: Any,
     ) -> None:  # fmt: skip
-        """Write page `number` of the list; `infos` has what `units_of` gave for the block's chains."""
-        unit = number * page + lane
-        chain = 0
-        lead, block, blocks, count = load_shared_128(infos)
-        while chain < chains - 1 and unit >= count:
-            unit -= count
-            chain += 1
-            lead, block, blocks, count = load_shared_128(infos + chain * 16)
+        """Write page `number` of the list; to `header` how many units there are, the row's position and its window."""
+        lane = opaque(thread_id()) & 31
+        row = quotient(opaque(block_x()), split)
+        first_chain = remainder(opaque(block_x()), split) * chains
+        position, num_stable = load_i32(positions + row * 4), load_i32(row_info + row * 8)
+        window = load_i32(windows + row * 4)
+        if window == 0:
+            window = narrow(everything)
+        place = row * max_loops + load_i32(row_info + row * 8 + 4) + loop
+        table = tables + wide(place * max_blocks) * 4
+        sink = narrow(-1)
+        if is_cut and position >= 64:
+            sink = load_constant_i32(sink_of + wide(load_constant_i32(table)) * 4)
         has_sinks = 1 if sink >= 0 else 0
         own = position >> 6
-        block_number, part, kind = own, 0, exact_piece
+        first = position - window + 1
+        first = first >> 6 if first > 0 else 0
+        # which chain's the lane's unit is
+        unit, total, chain, lead, block, blocks, count = number * page + lane, 0, 0, 0, 0, 0, 0
+        for i in range(chains):
+            info = units_of(first_chain + i, position, first, has_sinks)
+            if number * page + lane >= total:
+                unit = number * page + lane - total
+                chain = i
+                lead, block, blocks, count = info
+            total += info[3]
+        if number == 0 and lane == 0:
+            store_shared_128_if(header, total, position, window, 0, 1)
+        block_number, part, kind, flags = own, 0, exact_piece, 0
         if is_cut:
             full = lead + blocks
             sinks_here = has_sinks if first_chain + chain == sink_chain else 0
             if unit < full:
                 block_number = 0 if unit < lead else block + stride * (unit - lead)
                 kind = stored
-            elif unit < full + sinks_here:
-                block_number = 0
-                kind = sinks_only
             else:
-                part = unit - full - sinks_here
-                if position < 0 or own & (stride - 1) != first_chain + chain:
-                    kind = nothing
+                if unit == full and full > 0:
+                    flags = undo_flag
+                if unit < full + sinks_here:
+                    block_number = 0
+                    kind = sinks_only
+                else:
+                    part = unit - full - sinks_here
+                    if position < 0 or own & (stride - 1) != first_chain + chain:
+                        kind = nothing
         else:
             after = unit - lead
             block_number = 0 if after < 0 else block + stride * (after >> 2)
             part = 0 if after < 0 else after & 3
             if lead + blocks == 0:
                 kind = nothing
-        if unit < count and kind != nothing:
+        if unit < count:
             key = block_number * 64 + part * piece
             low, high, rows = 0, position + 1, piece - 1
             source, more = codes, scales
@@ -321,8 +343,8 @@ def _make_units(launch: AbsorbedLaunch) -> Any:
                 high = num_sinks
                 rows = num_sinks - 1
             elif is_cut and kind == exact_piece:
-                source = exact + wide(load_constant_i32(exact_blocks)) * exact_bytes
-            else:
+                source = exact + wide(load_constant_i32(exact_blocks + place * 4)) * exact_bytes
+            elif kind != nothing:
                 entry = wide(load_constant_i32(table + wide(block_number) * 4))
                 source = codes + entry * code_block_bytes
                 more = scales + entry * scale_block_bytes
@@ -332,29 +354,19 @@ def _make_units(launch: AbsorbedLaunch) -> Any:
                 source += part * (piece * exact_row_bytes)
                 rows = position - key if position - key < piece - 1 else piece - 1
                 high = key + piece if key + piece < high else high
-            flags = kind + (rows << rows_at) + (chain << chain_at)
+            flags += kind + (rows << rows_at) + (chain << chain_at)
             if unit == 0:
                 flags += first_flag
             if unit == count - 1:
                 flags += last_flag
-            if block_number < num_stable:
+            if block_number < num_stable or kind == nothing:
                 flags += stable_flag
-            place = units + ((number & 1) * page + lane) * unit_bytes
-            store_shared_64(place, source)
-            store_shared_64(place + 8, more)
-            store_shared_128_if(place + 16, flags, key, low, high, 1)
-        elif unit < count:
-            place = units + ((number & 1) * page + lane) * unit_bytes
-            store_shared_128_if(
-                place + 16,
-                nothing + first_flag + last_flag + stable_flag + (chain << chain_at),
-                0,
-                0,
-                0,
-                1,
-            )
+            place_of_unit = units + ((number & 1) * page + lane) * unit_bytes
+            store_shared_64(place_of_unit, source)
+            store_shared_64(place_of_unit + 8, more)
+            store_shared_128_if(place_of_unit + 16, flags, key, low, high, 1)
 
-    return units_of, list_units
+    return list_page
 
 
 def _make_kernel(launch: AbsorbedLaunch) -> Any:
@@ -362,7 +374,7 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     is_cut, is_joined, chains, split, halves, num_warps = (
         shape.is_cut, launch.is_joined, launch.block_chains, launch.split, shape.halves, shape.num_warps,
     )  # fmt: skip
-    d, n_heads, slots, columns = shape.d_model, shape.n_heads, launch.slots, shape.columns
+    d, n_heads, columns = shape.d_model, shape.n_heads, shape.columns
     group_bytes, query_bytes = shape.group_bytes, shape.query_bytes
     code_bytes, half_bytes, scale_bytes = GROUP // 2, GROUP * 2, 256
     query_at = launch.ring_bytes
@@ -371,21 +383,20 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     shares_at = weights_at + columns * 128
     factors_at = shares_at + columns * 16
     joined_at = factors_at + columns * 4
-    infos_at = joined_at + columns * 8
-    total_at = infos_at + CHAINS * 16
-    units_at = total_at + 16
+    header_at = joined_at + columns * 8
+    units_at = header_at + 16
     sums_at = units_at + 2 * _PAGE * _UNIT_BYTES
     zeros_at = sums_at + shape.groups * columns * 4
     state_at = zeros_at + shape.groups * halves * columns * 4
     kept_at = state_at + columns * 256
-    sum_bytes, zero_bytes, kept_bytes = columns * 4, columns * 4, shape.num_words * 128
-    stage_bytes, everything, page, unit_bytes = STAGE_BYTES, _EVERYTHING, _PAGE, _UNIT_BYTES
-    group_partials = columns * SCORE_ROW * 4
+    column_bytes, kept_bytes, ring_bytes = columns * 4, shape.num_words * 128, 2 * STAGE_BYTES
+    stage_bytes, page, unit_bytes = STAGE_BYTES, _PAGE, _UNIT_BYTES
+    group_partials, group_shift = columns * SCORE_ROW * 4, shape.halves - 1
     stored, sinks_only, nothing, num_sinks, piece = _STORED, _SINKS, _NOTHING, NUM_SINKS, PIECE
-    first_flag, last_flag, stable_flag, rows_at, chain_at = (
-        _FIRST, _LAST, _STABLE, _ROWS_AT, _CHAIN_AT,
+    first_flag, last_flag, stable_flag, undo_flag, rows_at, chain_at = (
+        _FIRST, _LAST, _STABLE, _UNDO, _ROWS_AT, _CHAIN_AT,
     )  # fmt: skip
-    units_of, list_units = _make_units(launch)
+    list_page = _make_list(launch)
     copy_stored, copy_exact = make_copy_stored(shape), make_copy_exact(shape)
     load_query, query_sums = make_load_query(shape), make_query_sums(shape)
     scores_stored, scores_exact = make_scores_stored(shape), make_scores_exact(shape)
@@ -393,27 +404,25 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
         make_values_exact(shape), make_undo(shape), make_correct(shape),
     )  # fmt: skip
     values_stored = make_values_stored(shape) if is_cut else values_exact
-    softmax, zeros = make_softmax(shape), make_zeros(shape)
-    load_slopes, close, put_zeros = (
-        make_slopes(shape), make_close(shape, is_joined), make_put_zeros(shape),
+    softmax, zeros, load_slopes = make_softmax(shape), make_zeros(shape), make_slopes(shape)
+    close, put_zeros, results = (
+        make_close(shape, is_joined), make_put_zeros(shape), make_results(shape),
     )  # fmt: skip
-    results, keep, join, put = (
-        make_results(shape), make_keep(shape), make_join(shape), make_put(shape),
-    )  # fmt: skip
+    keep, join, put = make_keep(shape), make_join(shape), make_put(shape)
 
     @device_function
-    def sync_group(group: Any) -> None:
-        """Wait for the group's other warp."""
+    def sync_group(warp: Any) -> None:
+        """Wait for the other warp of the group."""
         if halves == 2:
-            sync_some(1 + group, 64)
+            sync_some(1 + (warp >> group_shift), 64)
         else:
             sync_warp()
 
     @device_function
-    def fetch(stage: Any, unit: Any, group: Any, half: Any, lane: Any) -> None:
+    def fetch(stage: Any, unit: Any, warp: Any, lane: Any) -> None:
         """Start the copies of this warp's part of a unit (`unit`: its place in the list)."""
         flags = load_shared_32(unit + 16)
-        kind = flags & 3
+        kind, group, half = flags & 3, warp >> group_shift, warp & group_shift
         if is_cut and kind == stored:
             codes = load_shared_64(unit) + group * code_bytes
             copy_stored(stage, codes, load_shared_64(unit + 8) + group * scale_bytes, half, lane)
@@ -428,147 +437,123 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
         positions: Any, row_info: Any, windows: Any, slopes: Any, out: Any, meta: Any,
         loop: Any, max_loops: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
-        lane, warp = narrow(thread_id() & 31), narrow(thread_id() >> 5)
-        group, half = (narrow(warp >> 1), narrow(warp & 1)) if halves == 2 else (warp, narrow(0))
-        base = shared_base()
-        row, part_of_row = quotient(block_x(), split), remainder(block_x(), split)
-        ring = narrow(base + group * (2 * stage_bytes))
-        query = narrow(base + query_at + group * group_bytes)
+        # What depends on the warp or the lane is computed where it is used (`opaque`): registers are for the sums.
+        lane, warp, base = narrow(thread_id() & 31), narrow(thread_id() >> 5), shared_base()
         group_scores, weights = narrow(base + partials_at), narrow(base + weights_at)
-        infos, units = narrow(base + infos_at), narrow(base + units_at)
         shares, factors = narrow(base + shares_at), narrow(base + factors_at)
+        header, units = narrow(base + header_at), narrow(base + units_at)
         grid_dependency_launch()
-        position = load_i32(positions + row * 4)
-        window = load_i32(windows + row * 4)
-        if window == 0:
-            window = narrow(everything)
-        first_chain = narrow(part_of_row * chains)
         if warp == num_warps - 1:
-            # this warp lists the units
-            first = position - window + 1
-            first = narrow(first >> 6 if first > 0 else 0)
-            place = narrow(row * max_loops + load_i32(row_info + row * 8 + 4) + loop)
-            table = tables + wide(place * max_blocks) * 4
-            sink = narrow(-1)
-            if is_cut and position >= 64:
-                sink = load_constant_i32(sink_of + wide(load_constant_i32(table)) * 4)
-            if lane == 0:
-                total = narrow(0)
-                for i in range(chains):
-                    info = units_of(first_chain + i, position, first, 1 if sink >= 0 else 0)
-                    store_shared_128_if(infos + i * 16, info[0], info[1], info[2], info[3], 1)
-                    total = narrow(total + info[3])
-                store_shared_32(base + total_at, total)
-            sync_warp()
-            list_units(
-                0, first_chain, infos, units, position, first, load_i32(row_info + row * 8), values,
-                value_bytes, scales, scale_block_bytes, exact, exact_bytes, exact_blocks + place * 4, sinks,
-                sink_bytes, sink, table, lane,
+            list_page(
+                0, units, header, values, value_bytes, scales, scale_block_bytes, exact, exact_bytes, sinks,
+                sink_bytes, sink_of, tables, exact_blocks, positions, row_info, windows, loop, max_loops,
+                max_blocks,
             )  # fmt: skip
         sync_block()
-        num_units = load_shared_32(base + total_at)
         num_fetched = 0
         is_stable = True
+        ring = narrow(base + (warp >> group_shift) * ring_bytes)
         for i in range(2):
-            if i < num_units:
+            if i < load_shared_32(header):
                 is_stable = (
                     is_stable and load_shared_32(units + i * unit_bytes + 16) & stable_flag != 0
                 )
                 if is_stable:
-                    fetch(ring + i * stage_bytes, units + i * unit_bytes, group, half, lane)
+                    fetch(ring + i * stage_bytes, units + i * unit_bytes, warp, lane)
                     copy_commit()
                     num_fetched += 1
         grid_dependency_wait()
         for i in range(num_fetched, 2):
-            if i < num_units:
-                fetch(ring + i * stage_bytes, units + i * unit_bytes, group, half, lane)
+            if i < load_shared_32(header):
+                fetch(ring + i * stage_bytes, units + i * unit_bytes, warp, lane)
             copy_commit()
-        load_query(queries + wide(row) * query_bytes + group * group_bytes, query, half, lane)
-        sync_group(group)
-        sums = narrow(base + sums_at + group * sum_bytes)
-        if half == 0:
-            query_sums(query, sums, lane)
-        sync_group(group)
+        my_group = narrow(warp >> group_shift)
+        query = narrow(base + query_at + my_group * group_bytes)
+        row = quotient(block_x(), split)
+        load_query(
+            queries + wide(row) * query_bytes + my_group * group_bytes,
+            query,
+            warp & group_shift,
+            lane,
+        )
+        sync_group(warp)
+        if warp & group_shift == 0:
+            query_sums(query, base + sums_at + my_group * column_bytes, lane)
+        sync_group(warp)
         slope = load_slopes(slopes, warp)
         total = zeros()
-        is_undone = narrow(0 if is_cut else 1)
-        for u in range(num_units):
+        for u in range(load_shared_32(header)):
             unit = narrow(units + (u & (2 * page - 1)) * unit_bytes)
-            if u & (page - 1) == 0 and u + page < num_units and warp == num_warps - 1:
-                first = position - window + 1
-                first = narrow(first >> 6 if first > 0 else 0)
-                place = narrow(row * max_loops + load_i32(row_info + row * 8 + 4) + loop)
-                table = tables + wide(place * max_blocks) * 4
-                sink = narrow(-1)
-                if is_cut and position >= 64:
-                    sink = load_constant_i32(sink_of + wide(load_constant_i32(table)) * 4)
-                list_units(
-                    (u >> 5) + 1, first_chain, infos, units, position, first, load_i32(row_info + row * 8),
-                    values, value_bytes, scales, scale_block_bytes, exact, exact_bytes,
-                    exact_blocks + place * 4, sinks, sink_bytes, sink, table, lane,
+            if u & (page - 1) == 0 and u + page < load_shared_32(header) and warp == num_warps - 1:
+                list_page(
+                    (u >> 5) + 1, units, header, values, value_bytes, scales, scale_block_bytes, exact,
+                    exact_bytes, sinks, sink_bytes, sink_of, tables, exact_blocks, positions, row_info, windows,
+                    loop, max_loops, max_blocks,
                 )  # fmt: skip
             flags = load_shared_32(unit + 16)
-            stage = narrow(ring + (u & 1) * stage_bytes)
             if flags & first_flag != 0:
                 total = zeros()
-                is_undone = narrow(0 if is_cut else 1)
+            here = opaque(warp)
+            group, half = narrow(here >> group_shift), narrow(here & group_shift)
+            stage = narrow(base + group * ring_bytes + (u & 1) * stage_bytes)
             if flags & 3 != nothing:
                 copy_wait_but_one()
-                sync_group(group)
-                is_stored = is_cut and flags & 3 == stored
-                here = opaque(warp) >> (halves - 1)
-                query = narrow(base + query_at + here * group_bytes)
-                my_scores = narrow(group_scores + here * group_partials)
-                if is_stored:
-                    sums = narrow(base + sums_at + here * sum_bytes)
+                sync_group(here)
+                query = narrow(base + query_at + group * group_bytes)
+                my_scores = narrow(group_scores + group * group_partials)
+                if is_cut and flags & 3 == stored:
+                    sums = narrow(base + sums_at + group * column_bytes)
                     scores_stored(stage, query, sums, my_scores, half, opaque(lane))
                 elif half == 0:
                     scores_exact(stage, query, my_scores, opaque(lane))
                 sync_block()
                 if warp < columns:
                     _, key, low, high = load_shared_128(unit + 16)
+                    _, position, window, _ = load_shared_128(header)
                     softmax(
-                        base + state_at, flags & first_flag, group_scores, weights, factors, slope, key, low, high, position, window,
-                        warp, opaque(lane),
+                        base + state_at, flags & first_flag, group_scores, weights, factors, slope, key, low,
+                        high, position, window, opaque(warp), opaque(lane),
                     )  # fmt: skip
                 sync_block()
                 if flags & first_flag == 0:
                     total = correct(total, factors, opaque(lane))
-                if is_stored:
-                    total = values_stored(total, stage, weights, half, opaque(lane))
+                here = opaque(warp)
+                stage = narrow(base + (here >> group_shift) * ring_bytes + (u & 1) * stage_bytes)
+                if is_cut and flags & 3 == stored:
+                    total = values_stored(total, stage, weights, here & group_shift, opaque(lane))
                 else:
-                    if is_undone == 0:
+                    if flags & undo_flag != 0:
                         total = undo(total)
-                        is_undone = narrow(1)
-                    total = values_exact(total, stage, weights, half, opaque(lane))
-                sync_group(group)
-            if u + 2 < num_units:
+                    total = values_exact(total, stage, weights, here & group_shift, opaque(lane))
+                sync_group(here)
+            if u + 2 < load_shared_32(header):
                 fetch(
                     stage,
                     units + ((u + 2) & (2 * page - 1)) * unit_bytes,
-                    group,
-                    half,
+                    opaque(warp),
                     opaque(lane),
                 )
             copy_commit()
             if flags & last_flag != 0:
-                at = opaque(lane)
+                here, at = opaque(warp), opaque(lane)
+                group, half = narrow(here >> group_shift), narrow(here & group_shift)
                 chain = narrow(flags >> chain_at)
                 is_last = chain == chains - 1
-                slot = row * slots + (part_of_row if is_joined else first_chain + chain)
+                block = opaque(block_x())
+                slot = block if is_joined else block * chains + chain
                 if is_cut:
-                    put_zeros(total, base + zeros_at + warp * zero_bytes, at)
+                    put_zeros(total, base + zeros_at + here * column_bytes, at)
                 sync_block()
                 if warp < columns:
                     close(
-                        base + state_at, flags & 3 == nothing, base + joined_at, chain == 0, shares, meta + wide(slot) * (n_heads * 8),
-                        is_last or not is_joined, warp, at,
+                        base + state_at, flags & 3 == nothing, base + joined_at, chain == 0, shares,
+                        meta + wide(slot) * (n_heads * 8), is_last or not is_joined, here, at,
                     )  # fmt: skip
                 sync_block()
-                words = results(
-                    total, shares, base + zeros_at + group * (halves * zero_bytes), is_undone, at
-                )
-                kept = narrow(base + kept_at + warp * kept_bytes)
+                zero_sums = base + zeros_at + group * (halves * column_bytes)
+                is_undone = not is_cut or flags & 3 != stored
+                words = results(total, shares, zero_sums, is_undone, at)
+                kept = narrow(base + kept_at + here * kept_bytes)
                 if is_joined and chain > 0:
                     words = join(words, kept, shares, at)
                 if is_joined and not is_last:
