@@ -6,13 +6,16 @@ and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpu_worker.absorbed_graphs import AbsorbedWeights, step_kernels
 from gpu_worker.fused_graphs import Bucket, FusedGraphs, layer_of
+from gpu_worker.graphs import DecodeSpec
+from kernels.compiler import Variant
 from kernels.layout import CutCache
 from kernels.runtime import launch
 
@@ -34,6 +37,9 @@ class AbsorbedDecode(FusedGraphs):
         weights = AbsorbedWeights(self._spec, self._inputs.kind, tensors)
         self._shape = weights.shape
         return weights.others.packed | weights.packed
+
+    def _kernels(self) -> tuple[Callable[..., dict[str, Variant]], list[tuple[Any, ...]]]:
+        return kernels_of, [(self._spec, self._inputs.kind, rows) for rows in self.buckets]
 
     def _make_bucket(self, rows: int) -> Bucket:
         spec, device = self._spec, self._model.device
@@ -66,3 +72,8 @@ class AbsorbedDecode(FusedGraphs):
         launch(
             variants["values"], grids["values"], packed[f"{layer}.v"], part.averages, part.meta, part.mixed, part.rows,
         )  # fmt: skip
+
+
+def kernels_of(spec: DecodeSpec, kind: str, rows: int) -> dict[str, Variant]:
+    """The kernels of a step of that many rows over inputs of that kind."""
+    return step_kernels(spec, kind, rows)[0]

@@ -61,10 +61,11 @@ class DecodeGraphs:
     """
 
     has_segments = True
+    sizes: tuple[int, ...] = BUCKETS
 
     def __init__(self, model: Model, cache: KVCache, max_rows: int) -> None:
         self._model, self._cache = model, cache
-        self.buckets = [size for size in BUCKETS if size <= max_rows]
+        self.buckets = [size for size in self.sizes if size <= max_rows]
         self.max_rows = self.buckets[-1]
         device, d = model.device, model.arch.d_model
         self._is_captured = device.type == "cuda"

@@ -7,7 +7,7 @@ that takes the states as they are, so that rows may enter, leave and be changed 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from gpu_worker.graphs import (
     step_kernels,
 )
 from gpu_worker.rows import Rows
-from kernels import fragments, step
+from kernels import fragments, runtime, step
 from kernels.compiler import Variant
 from kernels.layout import BLOCK_SIZE, FragmentCache
 from kernels.runtime import launch
@@ -45,6 +45,7 @@ class FusedGraphs(DecodeGraphs):
     """
 
     has_segments = False
+    sizes = (1, 8, 16, 32, 64)  # the kernels take as long for 2 rows as for 8
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class FusedGraphs(DecodeGraphs):
         self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
         self._packed = self._pack(tensors)
+        runtime.compile_ahead(*self._kernels())
         self._by_bucket = {bucket: self._make_bucket(bucket) for bucket in self.buckets}
 
     def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,6 +82,10 @@ class FusedGraphs(DecodeGraphs):
             self.max_rows, spec.n_heads * spec.head_dim, dtype=torch.half
         )
         return DecodeWeights(spec, tensors).packed
+
+    def _kernels(self) -> tuple[Callable[..., dict[str, Variant]], list[tuple[Any, ...]]]:
+        """What `compile_ahead` takes: the kernels of all buckets."""
+        return kernels_of, [(self._spec, rows) for rows in self.buckets]
 
     def _make_bucket(self, rows: int) -> Bucket:
         return Bucket(
@@ -256,6 +262,11 @@ class Bucket:
             )
             for name in ("qkv", "o", "down")
         )
+
+
+def kernels_of(spec: DecodeSpec, rows: int) -> dict[str, Variant]:
+    """The kernels of a step of that many rows."""
+    return step_kernels(spec, rows)[0]
 
 
 def _num_stable(rows: Rows) -> NDArray[np.int32]:

@@ -141,12 +141,12 @@ class Library:
     """The kernels of one process, compiled or read from `build_dir` on first use."""
 
     def __init__(self, build_dir: Path | None = None) -> None:
-        self._build_dir = build_dir
+        self.build_dir = build_dir
         self._kernels: dict[tuple[str, tuple[Any, ...]], Kernel] = {}
 
     def get(self, variant: Variant) -> Kernel:
         """The loaded kernel for `variant`."""
         key = (variant.name, variant.constants)
         if key not in self._kernels:
-            self._kernels[key] = Kernel(variant, ptx_of(variant, self._build_dir))
+            self._kernels[key] = Kernel(variant, ptx_of(variant, self.build_dir))
         return self._kernels[key]
