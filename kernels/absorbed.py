@@ -37,7 +37,6 @@ from kernels.absorbed_parts import (
     make_keep,
     make_load_query,
     make_put,
-    make_put_zeros,
     make_query_sums,
     make_results,
     make_scores_exact,
@@ -47,6 +46,7 @@ from kernels.absorbed_parts import (
     make_undo,
     make_values_exact,
     make_values_stored,
+    make_zero_sums,
     make_zeros,
     narrow,
 )
@@ -143,8 +143,8 @@ class AbsorbedShape:
 
     @property
     def num_sums(self) -> int:
-        """Floats of a lane's sums: tiles of 16 values x column tiles x 4, and of the zeros x column tiles x 2."""
-        return self.tiles * (4 * self.half_tiles + 2 * self.is_cut)
+        """Floats of a lane's sums: tiles of 16 values x column tiles x 4."""
+        return self.tiles * 4 * self.half_tiles
 
     @property
     def num_words(self) -> int:
@@ -405,9 +405,8 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     )  # fmt: skip
     values_stored = make_values_stored(shape) if is_cut else values_exact
     softmax, zeros, load_slopes = make_softmax(shape), make_zeros(shape), make_slopes(shape)
-    close, put_zeros, results = (
-        make_close(shape, is_joined), make_put_zeros(shape), make_results(shape),
-    )  # fmt: skip
+    close, results = make_close(shape, is_joined), make_results(shape)
+    fix_zeros, add_zeros = make_zero_sums(shape)
     keep, join, put = make_keep(shape), make_join(shape), make_put(shape)
 
     @device_function
@@ -519,13 +518,23 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                     total = correct(total, factors, opaque(lane))
                 here = opaque(warp)
                 stage = narrow(base + (here >> group_shift) * ring_bytes + (u & 1) * stage_bytes)
+                zero_sums = narrow(base + zeros_at + here * column_bytes)
                 if is_cut and flags & 3 == stored:
+                    add_zeros(
+                        zero_sums, stage, weights, factors, flags & first_flag, here & group_shift,
+                        opaque(lane),
+                    )  # fmt: skip
                     total = values_stored(total, stage, weights, here & group_shift, opaque(lane))
                 else:
+                    if is_cut:
+                        fix_zeros(zero_sums, factors, flags & first_flag, opaque(lane))
                     if flags & undo_flag != 0:
                         total = undo(total)
                     total = values_exact(total, stage, weights, here & group_shift, opaque(lane))
                 sync_group(here)
+            elif is_cut:
+                zero_sums = narrow(base + zeros_at + here * column_bytes)
+                fix_zeros(zero_sums, factors, 1, opaque(lane))
             if u + 2 < load_shared_32(header):
                 fetch(
                     stage,
@@ -541,8 +550,6 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                 is_last = chain == chains - 1
                 block = opaque(block_x())
                 slot = block if is_joined else block * chains + chain
-                if is_cut:
-                    put_zeros(total, base + zeros_at + here * column_bytes, at)
                 sync_block()
                 if warp < columns:
                     close(

@@ -353,31 +353,14 @@ def make_correct(shape: AbsorbedShape) -> Any:
     def correct(sums: Any, factors: Any, lane: Any) -> Any:
         """All of a lane's sums times their heads' factors."""
         fixes = [_load_pair(shape, factors, tile, lane) for tile in range(shape.tiles)]
-        pairs = zip(sums, _columns(shape), strict=True)
-        return tuple(value * fixes[tile][odd] for value, (tile, odd) in pairs)
+        return tuple(value * fixes[i // 4 % shape.tiles][i % 2] for i, value in enumerate(sums))
 
     return correct
 
 
-def _columns(shape: AbsorbedShape) -> list[tuple[int, int]]:
-    """The column tile and the odd bit of each of a lane's sums."""
-    found = [
-        (tile, i % 2)
-        for _ in range(shape.half_tiles)
-        for tile in range(shape.tiles)
-        for i in range(4)
-    ]
-    return found + [(tile, odd) for tile in range(shape.tiles * shape.is_cut) for odd in range(2)]
-
-
 def _tuples(shape: AbsorbedShape, values: Any) -> list[Any]:
     """Sums by tiles of 16 values and column tiles, each (row g, row g; row g + 8, row g + 8), columns 2t and 2t + 1."""
-    return [tuple(values[i : i + 4]) for i in range(0, _rest_at(shape), 4)]
-
-
-def _rest_at(shape: AbsorbedShape) -> int:
-    """Where the sums of zeros start among a lane's sums."""
-    return 4 * shape.half_tiles * shape.tiles
+    return [tuple(values[i : i + 4]) for i in range(0, shape.num_sums, 4)]
 
 
 def _weights(shape: AbsorbedShape, weights: Any, tile: int, pair: Any, lane: Any) -> Any:
@@ -392,20 +375,9 @@ def make_values_stored(shape: AbsorbedShape) -> Any:
 
     @traced("f" * shape.num_sums)
     def values(sums: Any, stage: Any, weights: Any, half: Any, lane: Any) -> Any:
-        """Add p n s of 64 stored positions (to the warp's half of the values), and p z to the last sums."""
+        """Add p n s of 64 stored positions (to the warp's half of the values)."""
         t, key = lane & 3, (lane >> 1) & 3
-        acc, rest = _tuples(shape, sums), list(sums[_rest_at(shape) :])
-        for i in range(2 // shape.halves):  # p z of the warp's half of the positions
-            pair = half + i
-            p = [_weights(shape, weights, tile, pair, lane) for tile in range(tiles)]
-            for step in range(2):
-                at = stage + SCALES_AT + 128 + (pair * 32 + 16 * step + 2 * t) * 2
-                zeros = [load_shared_32(at + 16 * b) for b in range(2)]
-                for tile in range(tiles):
-                    # the low 8 rows are the zeros, so that a lane's first two results are its columns'
-                    four = (*rest[2 * tile : 2 * tile + 2], 0.0, 0.0)
-                    four = mma(*four, zeros[0], 0, zeros[1], 0, *p[tile][2 * step :][:2])
-                    rest[2 * tile : 2 * tile + 2] = four[:2]
+        acc = _tuples(shape, sums)
         for pair in range(2):  # of 16 positions each, two at a time
             p = [_weights(shape, weights, tile, pair, lane) for tile in range(tiles)]
             scaled: list[list[Any]] = [[], []]
@@ -426,9 +398,53 @@ def make_values_stored(shape: AbsorbedShape) -> Any:
                         for tile in range(tiles):
                             at_sum = (2 * i + part) * tiles + tile
                             acc[at_sum] = mma(*acc[at_sum], *a, *scaled[step][tile])
-        return (*(value for four in acc for value in four), *rest)
+        return tuple(value for four in acc for value in four)
 
     return values
+
+
+def make_zero_sums(shape: AbsorbedShape) -> Any:
+    """Sums of p z over the warp's half of the positions: `table` (columns,)."""
+    tiles = shape.tiles
+
+    def put(table: Any, sums: Any, lane: Any) -> None:
+        column = (lane & 3) * 2
+        for tile in range(tiles):
+            is_real = less(lane, 4) & less(column, columns_of(shape, tile))
+            store_shared_f32x2_if(table + (8 * tile + column) * 4, *sums[tile], is_real)
+
+    def corrected(table: Any, factors: Any, is_first: Any, lane: Any) -> list[Any]:
+        out = []
+        for tile in range(tiles):
+            old, fix = _load_pair(shape, table, tile, lane), _load_pair(shape, factors, tile, lane)
+            out.append([select(int_to_f32(0), old[i] * fix[i], is_first) for i in range(2)])
+        return out
+
+    @traced()
+    def fix_zeros(table: Any, factors: Any, is_first: Any, lane: Any) -> None:
+        """Correct the sums (start with zeros where a unit `is_first` of its chain)."""
+        put(table, corrected(table, factors, is_first, lane), lane)
+
+    @traced()
+    def add_zeros(
+        table: Any, stage: Any, weights: Any, factors: Any, is_first: Any, half: Any, lane: Any
+    ) -> None:
+        """Correct the sums and add those of a stored unit."""
+        sums, t = corrected(table, factors, is_first, lane), lane & 3
+        for i in range(2 // shape.halves):
+            pair = half + i
+            p = [_weights(shape, weights, tile, pair, lane) for tile in range(tiles)]
+            for step in range(2):
+                at = stage + SCALES_AT + 128 + (pair * 32 + 16 * step + 2 * t) * 2
+                zeros = [load_shared_32(at + 16 * b) for b in range(2)]
+                for tile in range(tiles):
+                    # the low 8 rows are the zeros, so that a lane's first two results are its columns'
+                    four = (*sums[tile], 0.0, 0.0)
+                    four = mma(*four, zeros[0], 0, zeros[1], 0, *p[tile][2 * step :][:2])
+                    sums[tile] = list(four[:2])
+        put(table, sums, lane)
+
+    return fix_zeros, add_zeros
 
 
 def make_values_exact(shape: AbsorbedShape) -> Any:
@@ -438,7 +454,7 @@ def make_values_exact(shape: AbsorbedShape) -> Any:
     def values(sums: Any, stage: Any, weights: Any, half: Any, lane: Any) -> Any:
         """Add p x of 16 exact positions (to the warp's half of the values)."""
         g, t = lane >> 2, lane & 3
-        acc, rest = _tuples(shape, sums), list(sums[_rest_at(shape) :])
+        acc = _tuples(shape, sums)
         p = [_weights(shape, weights, tile, 0, lane)[:2] for tile in range(tiles)]
         rows = [2 * t, 2 * t + 1]
         at = [stage + row * 256 + (g & 3) * 4 for row in rows]
@@ -453,7 +469,7 @@ def make_values_exact(shape: AbsorbedShape) -> Any:
                 for tile in range(tiles):
                     at_sum = (2 * i + part) * tiles + tile
                     acc[at_sum] = mma(*acc[at_sum], *a, *p[tile])
-        return (*(value for four in acc for value in four), *rest)
+        return tuple(value for four in acc for value in four)
 
     return values
 
@@ -462,9 +478,7 @@ def make_undo(shape: AbsorbedShape) -> Any:
     @traced("f" * shape.num_sums)
     def undo(sums: Any) -> Any:
         """Take the powers of two of the codes out of the sums over stored positions."""
-        factors = [_UNDO[i // (4 * shape.tiles) % 2] for i in range(_rest_at(shape))]
-        factors += [1.0] * (shape.num_sums - len(factors))
-        return tuple(v if f == 1.0 else v * f for v, f in zip(sums, factors, strict=True))
+        return tuple(v * _UNDO[i // (4 * shape.tiles) % 2] for i, v in enumerate(sums))
 
     return undo
 
@@ -531,19 +545,6 @@ def _places(shape: AbsorbedShape, lane: Any) -> list[tuple[int, Any, Any]]:
         else:
             places.append((tile, None, 8 * tile + (t & 1) * 2 + (t >> 1)))
     return places
-
-
-def make_put_zeros(shape: AbsorbedShape) -> Any:
-    @traced()
-    def put_zeros(sums: Any, table: Any, lane: Any) -> None:
-        """The warp's share of the sums of p z, to `table` (columns,)."""
-        rest, column = sums[_rest_at(shape) :], (lane & 3) * 2
-        for tile in range(shape.tiles):
-            is_real = less(lane, 4) & less(column, columns_of(shape, tile))
-            place = table + (8 * tile + column) * 4
-            store_shared_f32x2_if(place, *rest[2 * tile : 2 * tile + 2], is_real)
-
-    return put_zeros
 
 
 def make_results(shape: AbsorbedShape) -> Any:
