@@ -119,11 +119,15 @@ def _make_kernel(shape: Shape) -> Any:
         cuda_attend_pairs.make_key_offset(shape, x) for x in (False, True)
     )
     load_keys, load_exact_keys = (cuda_attend_pairs.make_load_keys(shape, x) for x in (False, True))
-    load_values, load_exact_values = (
-        cuda_attend_pairs.make_load_values(shape, x) for x in (False, True)
+    load_values, no_values = (
+        cuda_attend_pairs.make_load_values(shape),
+        cuda_attend_pairs.make_no_values(shape),
     )
     scores, exact_scores = (cuda_attend_pairs.make_scores(shape, x) for x in (False, True))
-    values, exact_values_of = (cuda_attend_pairs.make_values(shape, x) for x in (False, True))
+    values, exact_values_of = (
+        cuda_attend_pairs.make_values(shape),
+        cuda_attend_pairs.make_exact_values(shape),
+    )
     share, load_scales = (
         cuda_attend_pairs.make_share(shape),
         cuda_attend_pairs.make_load_scales(shape),
@@ -251,7 +255,7 @@ def _make_kernel(shape: Shape) -> Any:
                                         warp, lane
                                     )
                                     key_words = load_exact_keys(key_at)
-                                    value_words = load_exact_values(value_at, last, lane)
+                                    value_words = no_values()
                                     scaling = exact_scales()
                                     products = exact_scores(key_words, my_queries)
                                 else:
@@ -313,7 +317,7 @@ def _make_kernel(shape: Shape) -> Any:
                             state, total = state_of(step), correct(total, step)
                             if has_keys:
                                 if has_copies and is_exact:
-                                    total = exact_values_of(total, value_words, weights, lane)
+                                    total = exact_values_of(total, value_at, last, weights, lane)
                                 else:
                                     total = values(total, value_words, weights, lane)
                                 if has_copies and has_sink:
@@ -389,7 +393,11 @@ def attend(shape: Shape) -> Variant:
 
 def blocks_per_sm(shape: Shape) -> int:
     """Blocks of threads that the registers of a multiprocessor should hold: as many as go without spills."""
-    registers = (120 if shape.has_scales else 80) + 16 * (shape.queries - 1)
+    registers = 80 + 16 * (shape.queries - 1)
+    if shape.has_scales and shape.has_keys:
+        registers = 128 if shape.queries > 1 else 96 if shape.is_int4 else 80
+    elif shape.has_scales:
+        registers += 40
     return max(1, 65536 // (32 * shape.num_warps * registers))
 
 

@@ -266,8 +266,8 @@ def exact_scales() -> Any:
 
 
 def num_value_words(shape: Shape) -> int:
-    """Registers of a lane's values, stored or exact."""
-    return shape.part_rows * (8 if shape.kind == "fp32" else 4)
+    """Registers of a lane's stored values."""
+    return shape.part_rows * {"fp32": 8, "fp16": 4, "int8": 2, "int4": 1}[shape.kind]
 
 
 def make_value_offset(shape: Shape, is_exact: bool) -> Any:
@@ -293,21 +293,33 @@ def _load_line(shape: Shape, kind: str, at: Any) -> list[Any]:
     return list(load_64(at)) if kind == "int8" else [load_32(at)]
 
 
-def make_load_values(shape: Shape, is_exact: bool) -> Any:
+def _load_lines(shape: Shape, is_exact: bool, at: Any, last: Any, lane: Any) -> list[Any]:
     """A lane's dims of its part's positions; instead of lines after `last`, which may hold anything, that one."""
     kind = "fp16" if is_exact else shape.kind
     row_bytes = shape.dim * 2 if is_exact else shape.value_row_bytes
-    count, shift = num_value_words(shape), shape.lanes.bit_length() - 1
+    first = (lane >> (shape.lanes.bit_length() - 1)) * shape.part_rows
+    words: list[Any] = []
+    for i in range(shape.part_rows):
+        words += _load_line(shape, kind, at + wide(smaller(first + i, last) * row_bytes))
+    return words
 
-    @traced("r" * count)
+
+def make_load_values(shape: Shape) -> Any:
+    """A lane's stored values, asked for together with the keys."""
+
+    @traced("r" * num_value_words(shape))
     def load_values(at: Any, last: Any, lane: Any) -> Any:
-        words: list[Any] = []
-        first = (lane >> shift) * shape.part_rows
-        for i in range(shape.part_rows):
-            words += _load_line(shape, kind, at + wide(smaller(first + i, last) * row_bytes))
-        return tuple(words + [0] * (count - len(words)))
+        return tuple(_load_lines(shape, False, at, last, lane))
 
     return load_values
+
+
+def make_no_values(shape: Shape) -> Any:
+    @traced("r" * num_value_words(shape))
+    def no_values() -> Any:
+        return (0,) * num_value_words(shape)
+
+    return no_values
 
 
 def _line(shape: Shape, kind: str, words: Any, i: int) -> list[Any]:
@@ -332,25 +344,39 @@ def _scaled(shape: Shape, weight: Any) -> list[Any]:
     return [by_scale[scale] for scale in NIBBLE_SCALES]
 
 
-def make_values(shape: Shape, is_exact: bool) -> Any:
-    kind, n = "fp16" if is_exact else shape.kind, shape.queries
-    rows, shift = shape.part_rows, shape.lanes.bit_length() - 1
+def _add_lines(
+    shape: Shape, is_exact: bool, total: Any, words: Any, weights: Any, lane: Any
+) -> Any:
+    kind, n, rows = "fp16" if is_exact else shape.kind, shape.queries, shape.part_rows
+    sums = list(total)
+    at = weights + (lane >> (shape.lanes.bit_length() - 1)) * (rows * 4)
+    p = [shared_floats(at + g * WEIGHTS_BYTES, rows) for g in range(n)]
+    for i in range(rows):
+        line = _line(shape, kind, words, i)
+        for g in range(n):
+            scaled = _scaled(shape, p[g][i]) if is_exact else [p[g][i]] * 8
+            for a in range(8):
+                sums[8 * g + a] = fma(scaled[a], line[a], sums[8 * g + a])
+    return tuple(sums)
 
-    @traced("f" * (8 * n))
+
+def make_values(shape: Shape) -> Any:
+    @traced("f" * (8 * shape.queries))
     def values(total: Any, words: Any, weights: Any, lane: Any) -> Any:
         """Adds a lane's lines times their weights."""
-        sums = list(total)
-        at = weights + (lane >> shift) * (rows * 4)
-        p = [shared_floats(at + g * WEIGHTS_BYTES, rows) for g in range(n)]
-        for i in range(rows):
-            line = _line(shape, kind, words, i)
-            for g in range(n):
-                scaled = _scaled(shape, p[g][i]) if is_exact else [p[g][i]] * 8
-                for a in range(8):
-                    sums[8 * g + a] = fma(scaled[a], line[a], sums[8 * g + a])
-        return tuple(sums)
+        return _add_lines(shape, False, total, words, weights, lane)
 
     return values
+
+
+def make_exact_values(shape: Shape) -> Any:
+    @traced("f" * (8 * shape.queries))
+    def exact_values(total: Any, at: Any, last: Any, weights: Any, lane: Any) -> Any:
+        """The same of an exact copy, loaded only now: with its keys they would take half of all registers."""
+        words = _load_lines(shape, True, at, last, lane)
+        return _add_lines(shape, True, total, words, weights, lane)
+
+    return exact_values
 
 
 def make_sink_values(shape: Shape) -> Any:
