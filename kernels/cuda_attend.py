@@ -227,7 +227,7 @@ def _make_kernel(shape: Shape) -> Any:
                     block, ordinal, entries = stream, 0, entries_ahead
                     entries_ahead = load_entries(table, stream + 1, own, lane)
                     while block <= own:
-                        if ordinal == 32:
+                        if ordinal == 32:  # what the lanes hold is used up
                             ordinal, entries = 0, load_entries(table, block, own, lane)
                         entry = shuffle_from(entries, ordinal)
                         ordinal += 1
@@ -289,13 +289,13 @@ def _make_kernel(shape: Shape) -> Any:
                                     value_at += wide(at) * value_bytes + value_offset(warp, lane)
                                     scale_at += wide(at) * scale_bytes + scale_offset(warp, lane)
                                 at_row = quotient(lane, lanes) * part_rows
-                                for first_row in range(at_row, at_row + part_rows, batch):
+                                for line in range(at_row, at_row + part_rows, batch):
                                     if has_copies and is_exact:
                                         exact_dots(
-                                            value_at, scale_at, query, mine, first_row, last, lane
+                                            value_at, scale_at, query, mine, line, last, lane
                                         )
                                     else:
-                                        dots(value_at, scale_at, query, mine, first_row, last, lane)
+                                        dots(value_at, scale_at, query, mine, line, last, lane)
                                 has_sink = block == 0 and sink >= 0
                                 if has_copies and has_sink:
                                     sync_warp()
@@ -329,14 +329,14 @@ def _make_kernel(shape: Shape) -> Any:
                                     )
                             else:
                                 at_row = quotient(lane, lanes) * part_rows
-                                for first_row in range(at_row, at_row + part_rows, batch):
+                                for line in range(at_row, at_row + part_rows, batch):
                                     if has_copies and is_exact:
                                         total = add_exact_rows(
-                                            total, value_at, scale_at, weights, first_row, last
+                                            total, value_at, scale_at, weights, line, last
                                         )
                                     else:
                                         total = add_rows(
-                                            total, value_at, scale_at, weights, first_row, last
+                                            total, value_at, scale_at, weights, line, last
                                         )
                                 if has_copies and has_sink:
                                     total = add_sinks(
