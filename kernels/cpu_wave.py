@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.layout import NUM_RECORDS, WaveBuffers
+from kernels.layout import BLOCK_SIZE, NUM_RECORDS, WaveBuffers
 from kernels.wave import (
     AHEAD,
     BASE,
@@ -27,7 +27,7 @@ from kernels.wave import (
 
 def advance_wave(
     buffers: WaveBuffers, columns: Mapping[str, Tensor], chosen: Tensor, settings: tuple[Tensor, ...], shape: tuple[int, int],
-    num_passes: int,
+    num_passes: int, row_info: Tensor | None = None, num_tables: int = 0,
 ) -> None:  # fmt: skip
     """Draws the conclusions from the tokens that the waves' rows chose after `num_passes` more core passes.
 
@@ -37,12 +37,16 @@ def advance_wave(
         chosen: int32, a token per row.
         settings: as `pack_choices` returns them; the noise keys are written.
         shape: the number of waves and the rows of each; wave w has the rows from w * rows on.
+        row_info: int32 (rows, 2), for kernels that want of each row the whole blocks before its root, and its table in the list of all slots'
+            tables (`num_tables` a slot) less `num_tables` times the row. They know rows without a node by the position -1.
     """
     num_waves, rows = shape
     arrays = {name: column.numpy() for name, column in columns.items()}
     keys = settings[4].numpy()
     for wave in range(num_waves):
         _advance(buffers, wave, rows, arrays, chosen.numpy(), keys, num_passes)
+    if row_info is not None:
+        _tell(row_info.numpy(), buffers, rows, arrays, num_tables)
 
 
 def _advance(
@@ -92,3 +96,18 @@ def _advance(
     words[ROOT], words[COUNT], words[TURN] = root, len(nodes), state[TURN] + 1
     record = [is_final, committed, is_final and is_held, drafted, running]
     buffers.records.numpy()[state[TURN] % NUM_RECORDS, wave, : len(record)] = record
+
+
+def _tell(
+    row_info: Any, buffers: WaveBuffers, rows: int, columns: Mapping[str, Any], num_tables: int
+) -> None:
+    """Fills in `row_info`, and marks the rows without a node."""
+    states = buffers.states.numpy()
+    for row in range(len(row_info)):
+        state, slot = states[row // rows], int(columns["slots"][row])
+        row_info[row] = 0
+        if slot == state[SLOT]:
+            table = (slot - row) * num_tables + columns["tables"][row]
+            row_info[row] = state[ROOT] // BLOCK_SIZE, table
+        else:
+            columns["positions"][row] = -1

@@ -60,7 +60,8 @@ def _make_advance(rows: int) -> Any:
 
     def kernel(
         states: Any, all_done: Any, is_new: Any, records: Any, chosen: Any, tokens: Any, home: Any, slots: Any, tables: Any,
-        positions: Any, places: Any, windows: Any, numbers: Any, num_passes: Any, max_waves: Any,
+        positions: Any, places: Any, windows: Any, numbers: Any, row_info: Any, num_passes: Any, max_waves: Any,
+        num_tables: Any,
     ) -> None:  # fmt: skip
         wave, lane = block_x(), thread_id()
         grid_dependency_launch()
@@ -116,7 +117,7 @@ def _make_advance(rows: int) -> Any:
         node = (base + lane - root) & wrap
         if lane < rows:
             is_alive = node < kept and root + node < end - 1
-            position, done_now, where, at_table = 0, 0, spare, 0
+            position, done_now, where, at_table = 0 if row_info == 0 else -1, 0, spare, 0
             if node + moved == added:
                 store_32(tokens + own * 4, made)
             elif is_alive:
@@ -129,8 +130,13 @@ def _make_advance(rows: int) -> Any:
             store_32(slots + own * 4, where)
             store_32(tables + own * 4, at_table)
             store_32(positions + own * 4, position)
-            store_32(places + own * 4, position)
+            store_32(places + own * 4, position if is_alive else 0)
             store_32(windows + own * 4, window)
+            if row_info != 0:
+                store_32(row_info + own * 8, (root >> 6) if is_alive else 0)
+                store_32(
+                    row_info + own * 8 + 4, (where - own) * num_tables + at_table if is_alive else 0
+                )
             low, high = noise_key(seed, position + 1)
             store_32(numbers + own * 16 + 4, low)
             store_32(numbers + own * 16 + 8, high)
@@ -153,21 +159,23 @@ def advance(rows: int) -> Variant:
 
     Kernel arguments: the four buffers of `WaveBuffers`; chosen int32 (waves * rows,); the COLUMNS
     int32, one number per row, written (tokens are read too); numbers int32 (rows, 4) as `sampling.choose` reads them, the key's
-    words written; num_passes that the rows have run since the last time; max_waves of the records.
+    words written; row_info int32 (rows, 2) or absent, written: the whole blocks before the root, and the row's table as the fused kernels
+    count them (then rows without a node have position -1, else 0); num_passes that the rows have run since the last time; max_waves
+    of the records; num_tables of a slot.
     """
-    return Variant("advance_wave", _make_advance(rows), "l" * 13 + "rr", _LANES, constants=(rows,))
+    return Variant("advance_wave", _make_advance(rows), "l" * 14 + "rrr", _LANES, constants=(rows,))
 
 
 def advance_wave(
     buffers: WaveBuffers, columns: Mapping[str, Tensor], chosen: Tensor, settings: tuple[Tensor, ...], shape: tuple[int, int],
-    num_passes: int,
+    num_passes: int, row_info: Tensor | None = None, num_tables: int = 0,
 ) -> None:  # fmt: skip
     """See `kernels.cpu_wave.advance_wave`."""
     num_waves, rows = shape
     launch(
         advance(rows), (num_waves, 1), buffers.states, buffers.done, buffers.is_new, buffers.records, chosen,
-        *(columns[name] for name in COLUMNS), settings[2], num_passes,
-        buffers.records.shape[1],
+        *(columns[name] for name in COLUMNS), settings[2], row_info, num_passes,
+        buffers.records.shape[1], num_tables,
     )  # fmt: skip
 
 
