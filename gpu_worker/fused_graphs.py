@@ -44,7 +44,6 @@ class FusedGraphs(DecodeGraphs):
         embed_scale: embeddings are times this.
     """
 
-    has_segments = False
     sizes = (1, 8, 16, 32, 64)  # the kernels take as long for 2 rows as for 8
 
     def __init__(
@@ -63,6 +62,7 @@ class FusedGraphs(DecodeGraphs):
         self._angles, self._slopes, self._embed_scale = angles, slopes, embed_scale
         device = model.device
         self._has_copies = cache.form.has_copies
+        self.has_segments = not self._has_copies  # whose own blocks the host names at every load
         self._own = torch.zeros(
             cache.spare_slot + 1, cache.num_tables, dtype=torch.int32, device=device
         )
@@ -138,31 +138,42 @@ class FusedGraphs(DecodeGraphs):
             self._passes(part, num_passes, "0.norm1")
             self._row_info[:bucket, 1] += num_passes
 
-        def head() -> None:
-            launch(
-                part.variants["head"], part.grids["head"], self._packed["head"], part.normed, self._squares,
-                bucket, self._spec.norm_eps, self.logits,
-            )  # fmt: skip
-
         def finish() -> None:
-            self._begin(part, self.final, 0, "norm")
-            head()
+            read()
             self._choose(bucket)
 
         def whole() -> None:
             self._take_tokens(bucket)
             self._begin(part, self.states, num_passes, "0.norm1", is_from_state=False)
             self._passes(part, num_passes, "norm")
-            head()
+            self._head(part)
             self._choose(bucket)
 
         def read() -> None:
             self._begin(part, self.final, 0, "norm")
-            head()
+            self._head(part)
 
         return {
             "enter": enter, "passes": passes, "finish": finish, "step": whole, "read": read,
         }[kind]  # fmt: skip
+
+    def _segment(self, bucket: int, num_rows: int, num_passes: int) -> Callable[[], None]:
+        part = self._by_bucket[bucket]
+
+        def segment() -> None:
+            self._begin(part, self.embedded, 0, "0.norm1", is_from_state=False)
+            is_new, states = self.waves.is_new[:bucket].view(-1, 1), self.states[:bucket]
+            states.copy_(torch.where(is_new, self.embedded[:bucket], states))
+            self._begin(part, self.states, num_passes, "0.norm1")
+            self._passes(part, num_passes, "norm")
+            self._head(part)
+            self._choose(bucket)
+            self._model.ops.advance_wave(
+                self.waves, self._by_name, self.chosen, self._settings, (bucket // num_rows, num_rows), num_passes,
+                self._row_info, self._cache.num_tables,
+            )  # fmt: skip
+
+        return segment
 
     def read(self, states: Tensor) -> Tensor:
         """Logits (n, vocab) of states (n, d), at most `max_rows`; valid until the next call."""
@@ -182,6 +193,12 @@ class FusedGraphs(DecodeGraphs):
             packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, blocks,
             part.slots, self._angles, self._rope, packed[gain], part.normed, num_passes, self._cache.num_tables,
             blocks_a_loop, self._embed_scale, is_overlapped=False,
+        )  # fmt: skip
+
+    def _head(self, part: Bucket) -> None:
+        launch(
+            part.variants["head"], part.grids["head"], self._packed["head"], part.normed, self._squares,
+            part.rows, self._spec.norm_eps, self.logits,
         )  # fmt: skip
 
     def _passes(self, part: Bucket, num_passes: int, last_gain: str) -> None:
