@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from typing import Any
 
 import numpy as np
@@ -46,18 +45,6 @@ def _half_bits(x: float) -> int:
 @op("r", "", "mov.u32 $0, %tid.x;")
 def thread_id() -> int:
     return emulator.current().thread_id
-
-
-@op("r", "", "mov.u32 $0, %tid.x;", volatile=True)
-def thread_id_again() -> int:
-    """The same, read anew: what is computed from it is not kept in registers from one loop turn to the next."""
-    return emulator.current().thread_id
-
-
-@op("l", "", "mov.u64 $0, %clock64;", memory=True)
-def clock() -> int:
-    """The multiprocessor's cycles so far."""
-    return time.perf_counter_ns()
 
 
 @op("r", "", "mov.u32 $0, %ctaid.x;")
@@ -263,37 +250,13 @@ def add_release(address: int, value: int) -> None:
 
 @op("r", "l", "ld.acquire.gpu.global.u32 $0, [$1];", memory=True)
 def load_acquire(address: int) -> int:
-    return emulator.poll_global(address)
-
-
-@op(
-    "r",
-    "lr",
-    "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.relaxed.gpu.global.u32 $0, [$1];}",
-    memory=True,
-)
-def load_polled_if(address: int, condition: int) -> int:
-    """A word that another block may write at any time, or 0 where `condition` is 0."""
-    if not condition:
-        return 0
     return int(struct.unpack("<I", emulator.read_global(address, 4))[0])
-
-
-@op("r", "lr", "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", memory=True)
-def add_fetch(address: int, value: int) -> int:
-    """Add; the number before. Orders what this thread has seen before what whoever adds next sees."""
-    return emulator.atomic_add(address, value)
 
 
 @op("r", "l", "ld.global.nc.s32 $0, [$1];", volatile=True)
 def load_constant_i32(address: int) -> int:
     """A number that nothing writes while this kernel runs (it may stay in the L1 cache)."""
     return int(struct.unpack("<i", emulator.read_global(address, 4))[0])
-
-
-@op("l", "l", "ld.global.nc.s64 $0, [$1];", volatile=True)
-def load_constant_i64(address: int) -> int:
-    return int(struct.unpack("<q", emulator.read_global(address, 8))[0])
 
 
 @op(
