@@ -477,11 +477,6 @@ def load_shared_32x2(address: int) -> tuple[int, int]:
     return struct.unpack("<2I", emulator.read_shared(address, 8))  # type: ignore[return-value]
 
 
-@op("", "rrr", "st.shared.v2.u32 [$0], {$1,$2};", memory=True)
-def store_shared_32x2(address: int, a: int, b: int) -> None:
-    emulator.write_shared(address, struct.pack("<2I", a & 0xFFFFFFFF, b & 0xFFFFFFFF))
-
-
 def _matrices(address: int) -> list[list[int]]:
     """Four 8x8 matrices of 16-bit values, each row of 16 bytes where one lane says: rows of 8 words of 16 bits."""
     rows = emulator.current().warp.exchange(emulator.read_shared(address, 16))
@@ -665,11 +660,6 @@ def copy_wait_but_one() -> None:
     emulator.copy_wait(1)
 
 
-@op("", "", "cp.async.wait_group 0;", memory=True)
-def copy_wait_all() -> None:
-    emulator.copy_wait(0)
-
-
 # --- arithmetic ------------------------------------------------------------------------------------
 
 
@@ -850,12 +840,6 @@ def fma_half2(a: int, b: int, c: int) -> int:
 def mul_half2(a: int, b: int) -> int:
     low, high = (_half_bits(_half(a >> s) * _half(b >> s)) for s in (0, 16))
     return low | high << 16
-
-
-@op("r", "r", "mov.b32 $0, $1;", volatile=True)
-def opaque(x: int) -> int:
-    """The same integer, of which the compiler knows nothing: what depends on it is computed where it is used, not kept over a loop."""
-    return x
 
 
 # --- across the warp -------------------------------------------------------------------------------
