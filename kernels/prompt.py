@@ -24,18 +24,17 @@ from kernels.prompt_products import (
     CANDIDATES,
     Product,
     add_product,
-    fastest_count,
     keep_equal,
     multiply,
     pieces,
-    pieces_up_to,
 )
 from kernels.prompt_split import SplitShape, commit_tiles, split_qkv
 from kernels.prompt_tiles import PromptTiles
 from kernels.runtime import launch
 
-_CAPTURED_ROWS = 4096  # of larger passes the GPU's time is longer than that of launching
-_MOST_GRAPHS = 64
+# Of larger passes the GPU's time is longer than that of launching; a graph keeps scratch memory of its own.
+_CAPTURED_ROWS, _CAPTURED_ITEMS = 2048, 256
+_MOST_GRAPHS = 16
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,6 @@ class PromptPass:
         self.candidates = sorted(candidates)
         products = {(p, w.shape): (p, w) for p, w in self._products()}
         self.counts = {key: keep_equal(*of, self.candidates) for key, of in products.items()}
-        # Equal bits leave the choice of the piece to time.
-        self.fastest = {key: fastest_count(*of, self.counts[key]) for key, of in products.items()}
         self._norm = prompt_rows.norm(spec.d_model)
         self._gate = prompt_rows.gate(spec.d_ff)
         self._split = split_qkv(replace(spec.split, is_gathered=cache.kind == "fp16"))
@@ -146,15 +143,16 @@ class PromptPass:
         rows = len(state)
         some = next((count for count in self.candidates if count >= rows), rows)
         key = (some, tiles.tile_capacity, tiles.item_capacity, tiles.has_windows)
-        # The first pass of a shape runs as it is: what is loaded or allocated on first use cannot be captured.
-        if state.is_cuda and key[0] <= _CAPTURED_ROWS and key in self._graphs:
-            graph = self._graphs[key]
-            if graph is None:
-                graph = self._graphs[key] = _CapturedPass(self, key[0], tiles)
-            return graph.run(state, tiles)
-        if len(self._graphs) == _MOST_GRAPHS:
-            self._graphs.clear()
-        self._graphs[key] = None
+        if some <= _CAPTURED_ROWS and tiles.item_capacity <= _CAPTURED_ITEMS and state.is_cuda:
+            # The first pass of a shape runs as it is: what is loaded or allocated on first use cannot be captured.
+            if key in self._graphs:
+                graph = self._graphs[key]
+                if graph is None:
+                    graph = self._graphs[key] = _CapturedPass(self, some, tiles)
+                return graph.run(state, tiles)
+            if len(self._graphs) == _MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = None
         x = self.new_state(rows)
         x[:rows] = state
         for index in range(len(self.layers)):
@@ -229,8 +227,7 @@ class PromptPass:
     def _multiply(
         self, product: Product, x: Tensor, weight: Tensor, out: Tensor, rows: int
     ) -> None:
-        key = product, weight.shape
-        for first, count in pieces_up_to(rows, self.fastest[key], self.counts[key]):
+        for first, count in pieces(rows, self.counts[product, weight.shape]):
             product(x[first : first + count], weight, out[first : first + count])
 
     def _normalise(self, x: Tensor, gain: Tensor, h: Tensor, rows: int) -> None:

@@ -71,43 +71,12 @@ def keep_equal(
     return (*kept, most)
 
 
-def fastest_count(product: Product, weight: Tensor, counts: Sequence[int]) -> int:
-    """The row count of `counts` (ascending) of which many pieces take the least time a row; on a CPU the largest."""
-    if not weight.is_cuda:
-        return counts[-1]
-    n, k = weight.shape
-    x = torch.randn(counts[-1], k, device=weight.device).half()
-    dtype = torch.float32 if product is add_product else torch.half
-    out = torch.zeros(counts[-1], n, device=weight.device, dtype=dtype)
-    times = {}
-    for count in counts:
-        if 4 * count < counts[-1]:
-            continue
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for repeat in range(6):
-            if repeat == 2:
-                start.record()
-            for first in range(0, counts[-1] - count + 1, count):
-                product(x[first : first + count], weight, out[first : first + count])
-        end.record()
-        end.synchronize()
-        times[count] = start.elapsed_time(end) / (counts[-1] // count * count)
-    return min(times, key=lambda count: times[count])
-
-
-def pieces_up_to(rows: int, most: int, buckets: Sequence[int]) -> list[tuple[int, int]]:
-    """As `pieces`, of counts up to `most` where they cover the same rows."""
-    found = pieces(rows, buckets)
-    smaller = pieces(rows, [count for count in buckets if count <= most])
-    return smaller if sum(smaller[-1]) == sum(found[-1]) else found
-
-
-def pieces(rows: int, buckets: Sequence[int]) -> list[tuple[int, int]]:
-    """(first row, row count) of the products that cover `rows` rows, each count one of `buckets` (ascending)."""
+def pieces(rows: int, counts: Sequence[int]) -> list[tuple[int, int]]:
+    """(first row, row count) of the products that cover `rows` rows, each count one of `counts` (ascending)."""
     found = []
     first = 0
     while first < rows:
-        count = next((b for b in buckets if b >= rows - first), buckets[-1])
+        count = next((c for c in counts if c >= rows - first), counts[-1])
         found.append((first, count))
         first += count
     return found

@@ -423,7 +423,6 @@ def bench_prefill(length: int, kind: str) -> None:
         w.numel() for w in (model.layers[0].qkv, model.layers[0].o, model.layers[0].gate_up, model.layers[0].down)
     )  # fmt: skip
     flops += LOOPS * LAYERS * 2 * SPEC.num_heads * SPEC.head_dim * tokens * tokens
-    print(f"fastest counts: {list(model.passing.fastest.values())}")
     print(f"{kind} prefill {length}: {ms:.2f} ms, {flops / ms / 1e9:.0f} TFLOP/s", flush=True)
     for rows in (64, 128, 512, 1024, 2048, 4096):
         spans = [(0, 0, rows)]

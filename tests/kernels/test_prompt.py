@@ -323,8 +323,6 @@ def test_tiles_end_at_blocks_tables_and_sequences() -> None:
 def test_products_are_cut_into_kept_row_counts() -> None:
     assert prompt_products.pieces(130, (64, 128)) == [(0, 128), (128, 64)]
     assert prompt_products.pieces(1, (64, 128)) == [(0, 64)]
-    assert prompt_products.pieces_up_to(256, 64, (64, 128)) == [(i, 64) for i in range(0, 256, 64)]
-    assert prompt_products.pieces_up_to(192, 128, (128, 192)) == [(0, 192)]
     assert prompt_products.pieces(300, (64, 128)) == [(0, 128), (128, 128), (256, 64)]
 
 
