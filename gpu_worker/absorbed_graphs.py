@@ -113,9 +113,9 @@ class AbsorbedWeights:
         self.others = DecodeWeights(spec, plain)
         self.packed: dict[str, Tensor] = {}
         for layer in range(spec.layers):
-            q, k, v = tensors[f"{layer}.qkv"].split(
-                [spec.n_heads * width, spec.n_kv_heads * width, spec.n_kv_heads * width]
-            )
+            weight = tensors[f"{layer}.qkv"]
+            first, second = spec.n_heads * width, (spec.n_heads + spec.n_kv_heads) * width
+            q, k, v = weight[:first], weight[first:second], weight[second:]
             repeated = absorbed_products.repeat_heads(v, shape)
             self.packed[f"{layer}.q"] = absorbed_products.pack_heads(q, shape)
             self.packed[f"{layer}.k"] = absorbed_products.pack_fold(k, shape)

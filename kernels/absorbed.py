@@ -29,9 +29,9 @@ from kernels.absorbed_parts import (
     PIECE,
     SCORE_ROW,
     STAGE_BYTES,
+    copy_exact,
+    copy_stored,
     make_close,
-    make_copy_exact,
-    make_copy_stored,
     make_correct,
     make_join,
     make_keep,
@@ -43,10 +43,10 @@ from kernels.absorbed_parts import (
     make_scores_stored,
     make_slopes,
     make_softmax,
+    make_start,
     make_undo,
     make_values_exact,
     make_values_stored,
-    make_zero_sums,
     make_zeros,
     narrow,
 )
@@ -61,17 +61,12 @@ from kernels.intrinsics import (
     grid_dependency_wait,
     load_constant_i32,
     load_i32,
-    load_shared_32,
-    load_shared_64,
     load_shared_128,
-    opaque,
     quotient,
     remainder,
     shared_base,
-    store_shared_64,
     store_shared_128_if,
     sync_block,
-    sync_some,
     sync_warp,
     thread_id,
     wide,
@@ -113,20 +108,6 @@ class AbsorbedShape:
         return self.d_model // GROUP
 
     @property
-    def halves(self) -> int:
-        """Warps of a group: each has half of its values in the weighted sums, half of the positions in scores."""
-        return 2 if self.groups <= 12 else 1
-
-    @property
-    def num_warps(self) -> int:
-        return self.groups * self.halves
-
-    @property
-    def half_tiles(self) -> int:
-        """Tiles of 16 values of a warp."""
-        return 8 // self.halves
-
-    @property
     def columns(self) -> int:
         """Heads, rounded up to fours."""
         return -(-self.n_heads // 4) * 4
@@ -139,17 +120,17 @@ class AbsorbedShape:
     @property
     def warp_heads(self) -> int:
         """Heads whose softmax one warp does."""
-        return -(-self.columns // self.num_warps)
+        return -(-self.columns // self.groups)
 
     @property
     def num_sums(self) -> int:
-        """Floats of a lane's sums: tiles of 16 values x column tiles x 4."""
-        return self.tiles * 4 * self.half_tiles
+        """Floats of a lane's sums: 8 tiles of 16 values x column tiles x 4, and of the zeros x column tiles x 2."""
+        return self.tiles * (32 + 2 * self.is_cut)
 
     @property
     def num_words(self) -> int:
         """Words of a lane's averages."""
-        return 2 * self.columns // self.halves
+        return 2 * self.columns
 
     @property
     def group_bytes(self) -> int:
@@ -216,48 +197,59 @@ class AbsorbedLaunch:
 
     @property
     def kept_bytes(self) -> int:
-        return self.shape.num_words * 128 * self.shape.num_warps if self.is_joined else 0
+        return self.shape.num_words * 128 * self.shape.groups if self.is_joined else 0
 
     @property
     def shared_bytes(self) -> int:
-        shape = self.shape
-        # p, shares, what is joined, corrections, maxima and sums; sums of queries, sums of p z
-        small = shape.columns * (128 + 16 + 8 + 4 + 256 + 4 * shape.groups * (1 + shape.halves))
-        lists = 16 + 2 * _PAGE * _UNIT_BYTES
+        # p, shares, what is joined, corrections; sums of queries; what the chains read
+        small = CHAINS * 16 + self.shape.columns * (128 + 16 + 8 + 4 + 4 * self.shape.groups)
         return (
-            self.ring_bytes
-            + shape.query_bytes
-            + self.partials_bytes
-            + small
-            + lists
-            + self.kept_bytes
+            self.ring_bytes + self.shape.query_bytes + self.partials_bytes + small + self.kept_bytes
         )
 
 
 _ARGS = "l" * 18 + "rrr"
-_STORED, _SINKS, _EXACT, _NOTHING = 0, 1, 2, 3  # kinds of what fills a stage
-# What the list of units says: two addresses, then flags, first key, and which keys count (from, to).
-_PAGE, _UNIT_BYTES = 32, 32
-# Flags: of its chain; nothing in this step writes it; the first exact one after stored ones.
-_FIRST, _LAST, _STABLE, _UNDO = 4, 8, 16, 32
-_ROWS_AT, _CHAIN_AT = 8, 12  # further bits: the last row of an exact piece, the chain
+_STORED, _SINKS, _EXACT = 0, 1, 2  # kinds of what fills a stage
 
 
-def _make_list(launch: AbsorbedLaunch) -> Any:
-    """How one warp lists what a block reads, a page of 32 units at a time, each lane one."""
-    shape, chains, split = launch.shape, launch.block_chains, launch.split
-    is_cut, exact_row_bytes = shape.is_cut, 2 * shape.d_model
-    stride, sink_chain, piece, num_sinks, page, unit_bytes, everything = (
-        CHAINS, _SINK_CHAIN, PIECE, NUM_SINKS, _PAGE, _UNIT_BYTES, _EVERYTHING,
+def _make_kernel(launch: AbsorbedLaunch) -> Any:
+    shape = launch.shape
+    is_cut, is_joined, chains, split = (
+        shape.is_cut, launch.is_joined, launch.block_chains, launch.split,
     )  # fmt: skip
-    stored, sinks_only, exact_piece, nothing = _STORED, _SINKS, _EXACT, _NOTHING
-    first_flag, last_flag, stable_flag, undo_flag, rows_at, chain_at = (
-        _FIRST, _LAST, _STABLE, _UNDO, _ROWS_AT, _CHAIN_AT,
+    d, n_heads, slots, row_bytes = shape.d_model, shape.n_heads, launch.slots, shape.row_bytes
+    exact_row_bytes, group_bytes, query_bytes = 2 * d, shape.group_bytes, shape.query_bytes
+    code_bytes, half_bytes, scale_bytes = GROUP // 2, GROUP * 2, 256
+    query_at = launch.ring_bytes
+    partials_at = query_at + query_bytes
+    weights_at = partials_at + launch.partials_bytes
+    shares_at = weights_at + shape.columns * 128
+    factors_at = shares_at + shape.columns * 16
+    joined_at = factors_at + shape.columns * 4
+    infos_at = joined_at + shape.columns * 8
+    sums_at = infos_at + chains * 16
+    kept_at = sums_at + shape.groups * shape.columns * 4
+    sum_bytes, kept_bytes = shape.columns * 4, shape.num_words * 128
+    stage_bytes, piece, num_sinks, everything = STAGE_BYTES, PIECE, NUM_SINKS, _EVERYTHING
+    group_partials = shape.columns * SCORE_ROW * 4
+    stride, sink_chain, stored, sinks_only, exact_piece = (
+        CHAINS, _SINK_CHAIN, _STORED, _SINKS, _EXACT,
+    )  # fmt: skip
+    load_query, query_sums = make_load_query(shape), make_query_sums(shape)
+    scores_stored, scores_exact = make_scores_stored(shape), make_scores_exact(shape)
+    values_exact, undo, correct = (
+        make_values_exact(shape), make_undo(shape), make_correct(shape),
+    )  # fmt: skip
+    values_stored = make_values_stored(shape) if is_cut else values_exact
+    start, softmax, zeros = make_start(shape), make_softmax(shape), make_zeros(shape)
+    load_slopes, close = make_slopes(shape), make_close(shape, is_joined)
+    results, keep, join, put = (
+        make_results(shape), make_keep(shape), make_join(shape), make_put(shape),
     )  # fmt: skip
 
     @device_function
     def units_of(chain: Any, position: Any, first: Any, has_sinks: Any) -> Any:
-        """What a chain reads: (whether block 0 comes before, its first block, how many blocks, units: 1 for nothing)."""
+        """What a chain reads: (whether block 0 comes before, its first block, how many blocks, stages to fill)."""
         own = position >> 6
         last = own if is_cut else own + 1
         lead = 1 if chain == 0 and first > 0 and has_sinks == 0 else 0
@@ -274,161 +266,67 @@ def _make_list(launch: AbsorbedLaunch) -> Any:
             units = lead + 4 * blocks
             if pieces > 0:
                 units += pieces - 4
-        return lead, block, blocks, units if units > 0 else 1
+        return narrow(lead), narrow(block), narrow(blocks), narrow(units)
 
     @device_function
-    def list_page(
-        number: Any, units: Any, header: Any, codes: Any, code_block_bytes: Any, scales: Any,
-        scale_block_bytes: Any, exact: Any, exact_bytes: Any, sinks: Any, sink_bytes: Any, sink_of: Any,
-        tables: Any, exact_blocks: Any, positions: Any, row_info: Any, windows: Any, loop: Any, max_loops: Any,
-        max_blocks: Any,
-    ) -> None:  # fmt: skip
-        """Write page `number` of the list; to `header` how many units there are, the row's position and its window."""
-        lane = opaque(thread_id()) & 31
-        row = quotient(opaque(block_x()), split)
-        first_chain = remainder(opaque(block_x()), split) * chains
-        position, num_stable = load_i32(positions + row * 4), load_i32(row_info + row * 8)
-        window = load_i32(windows + row * 4)
-        if window == 0:
-            window = narrow(everything)
-        place = row * max_loops + load_i32(row_info + row * 8 + 4) + loop
-        table = tables + wide(place * max_blocks) * 4
-        sink = narrow(-1)
-        if is_cut and position >= 64:
-            sink = load_constant_i32(sink_of + wide(load_constant_i32(table)) * 4)
-        has_sinks = 1 if sink >= 0 else 0
-        own = position >> 6
-        first = position - window + 1
-        first = first >> 6 if first > 0 else 0
-        # which chain's the lane's unit is
-        unit, total, chain, lead, block, blocks, count = number * page + lane, 0, 0, 0, 0, 0, 0
-        for i in range(chains):
-            info = units_of(first_chain + i, position, first, has_sinks)
-            if number * page + lane >= total:
-                unit = number * page + lane - total
-                chain = i
-                lead, block, blocks, count = info
-            total += info[3]
-        if number == 0 and lane == 0:
-            store_shared_128_if(header, total, position, window, 0, 1)
-        block_number, part, kind, flags = own, 0, exact_piece, 0
+    def unit_at(chain: Any, unit: Any, infos: Any, own: Any, has_sinks: Any) -> Any:
+        """(block number, piece of 16 positions, kind) of a chain's unit; `infos` has what `units_of` gave."""
+        lead, block, blocks, _ = load_shared_128(infos + (chain & (chains - 1)) * 16)
+        number, part, kind = own, 0, exact_piece
         if is_cut:
             full = lead + blocks
-            sinks_here = has_sinks if first_chain + chain == sink_chain else 0
+            sinks_here = has_sinks if chain == sink_chain else 0
             if unit < full:
-                block_number = 0 if unit < lead else block + stride * (unit - lead)
+                number = 0 if unit < lead else block + stride * (unit - lead)
                 kind = stored
+            elif unit < full + sinks_here:
+                number = 0
+                kind = sinks_only
             else:
-                if unit == full and full > 0:
-                    flags = undo_flag
-                if unit < full + sinks_here:
-                    block_number = 0
-                    kind = sinks_only
-                else:
-                    part = unit - full - sinks_here
-                    if position < 0 or own & (stride - 1) != first_chain + chain:
-                        kind = nothing
+                part = unit - full - sinks_here
         else:
             after = unit - lead
-            block_number = 0 if after < 0 else block + stride * (after >> 2)
+            number = 0 if after < 0 else block + stride * (after >> 2)
             part = 0 if after < 0 else after & 3
-            if lead + blocks == 0:
-                kind = nothing
-        if unit < count:
-            key = block_number * 64 + part * piece
-            low, high, rows = 0, position + 1, piece - 1
-            source, more = codes, scales
-            if kind == sinks_only:
-                source = sinks + wide(sink) * sink_bytes
-                high = num_sinks
-                rows = num_sinks - 1
-            elif is_cut and kind == exact_piece:
-                source = exact + wide(load_constant_i32(exact_blocks + place * 4)) * exact_bytes
-            elif kind != nothing:
-                entry = wide(load_constant_i32(table + wide(block_number) * 4))
-                source = codes + entry * code_block_bytes
-                more = scales + entry * scale_block_bytes
-                if is_cut and block_number == 0 and has_sinks > 0:
-                    low = num_sinks
-            if kind == exact_piece:
-                source += part * (piece * exact_row_bytes)
-                rows = position - key if position - key < piece - 1 else piece - 1
-                high = key + piece if key + piece < high else high
-            flags += kind + (rows << rows_at) + (chain << chain_at)
-            if unit == 0:
-                flags += first_flag
-            if unit == count - 1:
-                flags += last_flag
-            if block_number < num_stable or kind == nothing:
-                flags += stable_flag
-            place_of_unit = units + ((number & 1) * page + lane) * unit_bytes
-            store_shared_64(place_of_unit, source)
-            store_shared_64(place_of_unit + 8, more)
-            store_shared_128_if(place_of_unit + 16, flags, key, low, high, 1)
-
-    return list_page
-
-
-def _make_kernel(launch: AbsorbedLaunch) -> Any:
-    shape = launch.shape
-    is_cut, is_joined, chains, split, halves, num_warps = (
-        shape.is_cut, launch.is_joined, launch.block_chains, launch.split, shape.halves, shape.num_warps,
-    )  # fmt: skip
-    d, n_heads, columns = shape.d_model, shape.n_heads, shape.columns
-    group_bytes, query_bytes = shape.group_bytes, shape.query_bytes
-    code_bytes, half_bytes, scale_bytes = GROUP // 2, GROUP * 2, 256
-    query_at = launch.ring_bytes
-    partials_at = query_at + query_bytes
-    weights_at = partials_at + launch.partials_bytes
-    shares_at = weights_at + columns * 128
-    factors_at = shares_at + columns * 16
-    joined_at = factors_at + columns * 4
-    header_at = joined_at + columns * 8
-    units_at = header_at + 16
-    sums_at = units_at + 2 * _PAGE * _UNIT_BYTES
-    zeros_at = sums_at + shape.groups * columns * 4
-    state_at = zeros_at + shape.groups * halves * columns * 4
-    kept_at = state_at + columns * 256
-    column_bytes, kept_bytes, ring_bytes = columns * 4, shape.num_words * 128, 2 * STAGE_BYTES
-    stage_bytes, page, unit_bytes = STAGE_BYTES, _PAGE, _UNIT_BYTES
-    group_partials, group_shift = columns * SCORE_ROW * 4, shape.halves - 1
-    stored, sinks_only, nothing, num_sinks, piece = _STORED, _SINKS, _NOTHING, NUM_SINKS, PIECE
-    first_flag, last_flag, stable_flag, undo_flag, rows_at, chain_at = (
-        _FIRST, _LAST, _STABLE, _UNDO, _ROWS_AT, _CHAIN_AT,
-    )  # fmt: skip
-    list_page = _make_list(launch)
-    copy_stored, copy_exact = make_copy_stored(shape), make_copy_exact(shape)
-    load_query, query_sums = make_load_query(shape), make_query_sums(shape)
-    scores_stored, scores_exact = make_scores_stored(shape), make_scores_exact(shape)
-    values_exact, undo, correct = (
-        make_values_exact(shape), make_undo(shape), make_correct(shape),
-    )  # fmt: skip
-    values_stored = make_values_stored(shape) if is_cut else values_exact
-    softmax, zeros, load_slopes = make_softmax(shape), make_zeros(shape), make_slopes(shape)
-    close, results = make_close(shape, is_joined), make_results(shape)
-    fix_zeros, add_zeros = make_zero_sums(shape)
-    keep, join, put = make_keep(shape), make_join(shape), make_put(shape)
+        return narrow(number), narrow(part), narrow(kind)
 
     @device_function
-    def sync_group(warp: Any) -> None:
-        """Wait for the other warp of the group."""
-        if halves == 2:
-            sync_some(1 + (warp >> group_shift), 64)
-        else:
-            sync_warp()
+    def num_units(chain: Any, infos: Any) -> Any:
+        return load_shared_128(infos + (chain & (chains - 1)) * 16)[3]
 
     @device_function
-    def fetch(stage: Any, unit: Any, warp: Any, lane: Any) -> None:
-        """Start the copies of this warp's part of a unit (`unit`: its place in the list)."""
-        flags = load_shared_32(unit + 16)
-        kind, group, half = flags & 3, warp >> group_shift, warp & group_shift
+    def following(chain: Any, unit: Any, end: Any, infos: Any) -> Any:
+        """The next (chain, unit) that there is, from this one on, up to chain `end`."""
+        while chain < end and unit >= num_units(chain, infos):
+            chain = narrow(chain + 1)
+            unit = narrow(0)
+        return chain, unit
+
+    @device_function
+    def fetch(
+        stage: Any, number: Any, part: Any, kind: Any, codes: Any, code_block_bytes: Any, scales: Any,
+        scale_block_bytes: Any, exact: Any, exact_bytes: Any, copy: Any, sinks: Any, sink_bytes: Any,
+        sink: Any, table: Any, position: Any, warp: Any, lane: Any,
+    ) -> None:  # fmt: skip
+        """Start the copies of this warp's group of a unit."""
         if is_cut and kind == stored:
-            codes = load_shared_64(unit) + group * code_bytes
-            copy_stored(stage, codes, load_shared_64(unit + 8) + group * scale_bytes, half, lane)
-        elif kind != nothing:
-            wrap = num_sinks - 1 if kind == sinks_only else piece - 1
-            source = load_shared_64(unit) + group * half_bytes
-            copy_exact(stage, source, (flags >> rows_at) & (piece - 1), wrap, half, lane)
+            entry = wide(load_constant_i32(table + number * 4))
+            copy_stored(
+                stage, codes + entry * code_block_bytes + warp * code_bytes,
+                scales + entry * scale_block_bytes + warp * scale_bytes, row_bytes, lane,
+            )  # fmt: skip
+        elif is_cut and kind == sinks_only:
+            source = sinks + wide(sink) * sink_bytes + warp * half_bytes
+            copy_exact(stage, source, num_sinks - 1, num_sinks - 1, exact_row_bytes, lane)
+        else:
+            if is_cut:
+                source = exact + wide(copy) * exact_bytes
+            else:
+                source = codes + wide(load_constant_i32(table + number * 4)) * code_block_bytes
+            last = position - number * 64 - part * piece
+            last = narrow(last if last < piece - 1 else piece - 1)
+            source += part * (piece * exact_row_bytes) + warp * half_bytes
+            copy_exact(stage, source, last, piece - 1, exact_row_bytes, lane)
 
     def kernel(
         queries: Any, values: Any, value_bytes: Any, scales: Any, scale_block_bytes: Any, exact: Any,
@@ -436,137 +334,139 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
         positions: Any, row_info: Any, windows: Any, slopes: Any, out: Any, meta: Any,
         loop: Any, max_loops: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
-        # What depends on the warp or the lane is computed where it is used (`opaque`): registers are for the sums.
-        lane, warp, base = narrow(thread_id() & 31), narrow(thread_id() >> 5), shared_base()
+        thread = thread_id()
+        lane, warp = narrow(thread & 31), narrow(thread >> 5)
+        base = shared_base()
+        row, part_of_row = quotient(block_x(), split), remainder(block_x(), split)
+        ring = narrow(base + warp * (2 * stage_bytes))
+        query = narrow(base + query_at + warp * group_bytes)
         group_scores, weights = narrow(base + partials_at), narrow(base + weights_at)
+        infos = narrow(base + infos_at)
         shares, factors = narrow(base + shares_at), narrow(base + factors_at)
-        header, units = narrow(base + header_at), narrow(base + units_at)
         grid_dependency_launch()
-        if warp == num_warps - 1:
-            list_page(
-                0, units, header, values, value_bytes, scales, scale_block_bytes, exact, exact_bytes, sinks,
-                sink_bytes, sink_of, tables, exact_blocks, positions, row_info, windows, loop, max_loops,
-                max_blocks,
-            )  # fmt: skip
+        position = load_i32(positions + row * 4)
+        num_stable = load_i32(row_info + row * 8)
+        depth = load_i32(row_info + row * 8 + 4) + loop
+        window = load_i32(windows + row * 4)
+        if window == 0:
+            window = narrow(everything)
+        own = narrow(position >> 6)
+        first = position - window + 1
+        first = narrow(first >> 6 if first > 0 else 0)
+        place = narrow(row * max_loops + depth)
+        table = tables + wide(place * max_blocks) * 4
+        has_sinks, sink, copy = narrow(0), narrow(0), narrow(0)
+        if is_cut:
+            copy = load_i32(exact_blocks + place * 4)
+            if position >= 64:
+                sink = load_constant_i32(sink_of + wide(load_constant_i32(table)) * 4)
+                if sink >= 0:
+                    has_sinks = narrow(1)
+        chain = narrow(part_of_row * chains)
+        end = narrow(chain + chains)
+        unit = narrow(0)
+        if thread < chains:
+            info = units_of(chain + thread, position, first, has_sinks)
+            store_shared_128_if(infos + thread * 16, info[0], info[1], info[2], info[3], 1)
         sync_block()
         num_fetched = 0
         is_stable = True
-        ring = narrow(base + (warp >> group_shift) * ring_bytes)
         for i in range(2):
-            if i < load_shared_32(header):
-                is_stable = (
-                    is_stable and load_shared_32(units + i * unit_bytes + 16) & stable_flag != 0
-                )
-                if is_stable:
-                    fetch(ring + i * stage_bytes, units + i * unit_bytes, warp, lane)
-                    copy_commit()
-                    num_fetched += 1
+            chain, unit = following(chain, unit, end, infos)
+            number, part, kind = unit_at(chain, unit, infos, own, has_sinks)
+            is_stable = is_stable and chain < end and number < num_stable
+            if is_stable:
+                fetch(
+                    ring + i * stage_bytes, number, part, kind, values, value_bytes, scales,
+                    scale_block_bytes, exact, exact_bytes, copy, sinks, sink_bytes, sink, table, position,
+                    warp, lane,
+                )  # fmt: skip
+                copy_commit()
+                unit = narrow(unit + 1)
+                num_fetched += 1
         grid_dependency_wait()
         for i in range(num_fetched, 2):
-            if i < load_shared_32(header):
-                fetch(ring + i * stage_bytes, units + i * unit_bytes, warp, lane)
-            copy_commit()
-        my_group = narrow(warp >> group_shift)
-        query = narrow(base + query_at + my_group * group_bytes)
-        row = quotient(block_x(), split)
-        load_query(
-            queries + wide(row) * query_bytes + my_group * group_bytes,
-            query,
-            warp & group_shift,
-            lane,
-        )
-        sync_group(warp)
-        if warp & group_shift == 0:
-            query_sums(query, base + sums_at + my_group * column_bytes, lane)
-        sync_group(warp)
-        slope = load_slopes(slopes, warp)
-        total = zeros()
-        for u in range(load_shared_32(header)):
-            unit = narrow(units + (u & (2 * page - 1)) * unit_bytes)
-            if u & (page - 1) == 0 and u + page < load_shared_32(header) and warp == num_warps - 1:
-                list_page(
-                    (u >> 5) + 1, units, header, values, value_bytes, scales, scale_block_bytes, exact,
-                    exact_bytes, sinks, sink_bytes, sink_of, tables, exact_blocks, positions, row_info, windows,
-                    loop, max_loops, max_blocks,
-                )  # fmt: skip
-            flags = load_shared_32(unit + 16)
-            if flags & first_flag != 0:
-                total = zeros()
-            here = opaque(warp)
-            group, half = narrow(here >> group_shift), narrow(here & group_shift)
-            stage = narrow(base + group * ring_bytes + (u & 1) * stage_bytes)
-            if flags & 3 != nothing:
-                copy_wait_but_one()
-                sync_group(here)
-                query = narrow(base + query_at + group * group_bytes)
-                my_scores = narrow(group_scores + group * group_partials)
-                if is_cut and flags & 3 == stored:
-                    sums = narrow(base + sums_at + group * column_bytes)
-                    scores_stored(stage, query, sums, my_scores, half, opaque(lane))
-                elif half == 0:
-                    scores_exact(stage, query, my_scores, opaque(lane))
-                sync_block()
-                if warp < columns:
-                    _, key, low, high = load_shared_128(unit + 16)
-                    _, position, window, _ = load_shared_128(header)
-                    softmax(
-                        base + state_at, flags & first_flag, group_scores, weights, factors, slope, key, low,
-                        high, position, window, opaque(warp), opaque(lane),
-                    )  # fmt: skip
-                sync_block()
-                if flags & first_flag == 0:
-                    total = correct(total, factors, opaque(lane))
-                here = opaque(warp)
-                stage = narrow(base + (here >> group_shift) * ring_bytes + (u & 1) * stage_bytes)
-                zero_sums = narrow(base + zeros_at + here * column_bytes)
-                if is_cut and flags & 3 == stored:
-                    add_zeros(
-                        zero_sums, stage, weights, factors, flags & first_flag, here & group_shift,
-                        opaque(lane),
-                    )  # fmt: skip
-                    total = values_stored(total, stage, weights, here & group_shift, opaque(lane))
-                else:
-                    if is_cut:
-                        fix_zeros(zero_sums, factors, flags & first_flag, opaque(lane))
-                    if flags & undo_flag != 0:
-                        total = undo(total)
-                    total = values_exact(total, stage, weights, here & group_shift, opaque(lane))
-                sync_group(here)
-            elif is_cut:
-                zero_sums = narrow(base + zeros_at + here * column_bytes)
-                fix_zeros(zero_sums, factors, 1, opaque(lane))
-            if u + 2 < load_shared_32(header):
+            chain, unit = following(chain, unit, end, infos)
+            if chain < end:
+                number, part, kind = unit_at(chain, unit, infos, own, has_sinks)
                 fetch(
-                    stage,
-                    units + ((u + 2) & (2 * page - 1)) * unit_bytes,
-                    opaque(warp),
-                    opaque(lane),
-                )
+                    ring + i * stage_bytes, number, part, kind, values, value_bytes, scales,
+                    scale_block_bytes, exact, exact_bytes, copy, sinks, sink_bytes, sink, table, position,
+                    warp, lane,
+                )  # fmt: skip
             copy_commit()
-            if flags & last_flag != 0:
-                here, at = opaque(warp), opaque(lane)
-                group, half = narrow(here >> group_shift), narrow(here & group_shift)
-                chain = narrow(flags >> chain_at)
-                is_last = chain == chains - 1
-                block = opaque(block_x())
-                slot = block if is_joined else block * chains + chain
-                sync_block()
-                if warp < columns:
-                    close(
-                        base + state_at, flags & 3 == nothing, base + joined_at, chain == 0, shares,
-                        meta + wide(slot) * (n_heads * 8), is_last or not is_joined, here, at,
-                    )  # fmt: skip
-                sync_block()
-                zero_sums = base + zeros_at + group * (halves * column_bytes)
-                is_undone = not is_cut or flags & 3 != stored
-                words = results(total, shares, zero_sums, is_undone, at)
-                kept = narrow(base + kept_at + here * kept_bytes)
-                if is_joined and chain > 0:
-                    words = join(words, kept, shares, at)
-                if is_joined and not is_last:
-                    keep(words, kept, at)
+            unit = narrow(unit + 1)
+        load_query(queries + wide(row) * query_bytes + warp * group_bytes, query, lane)
+        sync_warp()
+        sums = narrow(base + sums_at + warp * sum_bytes)
+        query_sums(query, sums, lane)
+        sync_warp()
+        slope = load_slopes(slopes, warp)
+        used = narrow(0)
+        for s in range(narrow(chains)):
+            here = narrow(part_of_row * chains + s)
+            state, total = start(), zeros()
+            is_undone = not is_cut
+            for u in range(num_units(here, infos)):
+                number, part, kind = unit_at(here, u, infos, own, has_sinks)
+                stage = ring + (used & 1) * stage_bytes
+                copy_wait_but_one()
+                sync_warp()
+                if is_cut and kind == stored:
+                    scores_stored(stage, query, sums, group_scores + warp * group_partials, lane)
                 else:
-                    put(words, out + wide(slot) * (n_heads * d * 2), group, half, at)
+                    scores_exact(stage, query, group_scores + warp * group_partials, lane)
+                sync_block()
+                key = narrow(number * 64 + part * piece)
+                low, high = narrow(0), narrow(position + 1)
+                if kind == stored:
+                    if number == 0 and has_sinks > 0:
+                        low = narrow(num_sinks)
+                elif kind == sinks_only:
+                    high = narrow(num_sinks)
+                elif key + piece < high:
+                    high = narrow(key + piece)
+                state = softmax(
+                    state, group_scores, weights, factors, slope, key, low, high, position, window,
+                    warp, lane,
+                )  # fmt: skip
+                sync_block()
+                if u > 0:
+                    total = correct(total, factors, lane)
+                if is_cut and kind == stored:
+                    total = values_stored(total, stage, weights, lane)
+                else:
+                    if not is_undone:
+                        total = undo(total)
+                        is_undone = True
+                    total = values_exact(total, stage, weights, lane)
+                sync_warp()
+                chain, unit = following(chain, unit, end, infos)
+                if chain < end:
+                    number, part, kind = unit_at(chain, unit, infos, own, has_sinks)
+                    fetch(
+                        stage, number, part, kind, values, value_bytes, scales, scale_block_bytes, exact,
+                        exact_bytes, copy, sinks, sink_bytes, sink,
+                        tables + wide((row * max_loops + depth) * max_blocks) * 4, position, warp, lane,
+                    )  # fmt: skip
+                copy_commit()
+                unit = narrow(unit + 1)
+                used = narrow(used + 1)
+            is_last = s == chains - 1
+            slot = row * slots + (part_of_row if is_joined else here)
+            sync_block()
+            close(
+                state, base + joined_at, s == 0, shares, meta + wide(slot) * (n_heads * 8),
+                is_last or not is_joined, warp, lane,
+            )  # fmt: skip
+            sync_block()
+            words = results(total, shares, is_undone, lane)
+            if is_joined and s > 0:
+                words = join(words, base + kept_at + warp * kept_bytes, shares, lane)
+            if is_joined and not is_last:
+                keep(words, base + kept_at + warp * kept_bytes, lane)
+            else:
+                put(words, out + wide(slot) * (n_heads * d * 2), warp, lane)
 
     return kernel
 
@@ -587,7 +487,7 @@ def attention(name: str, launch: AbsorbedLaunch) -> Variant:
         name=f"{name}_{launch.shape.kind}_x{launch.split}",
         function=_make_kernel(launch),
         args=_ARGS,
-        num_threads=32 * launch.shape.num_warps,
+        num_threads=32 * launch.shape.groups,
         shared_bytes=launch.shared_bytes,
         constants=(launch,),
     )

@@ -1,7 +1,7 @@
 """The parts of attention over cached inputs, each made for one shape: scores, softmax, weighted sums, joining chains.
 
-Straight-line device code of one warp; a group of 128 values of the input belongs to two warps (one, if there are many groups).
-`absorbed.py` puts it together, says what it is for and what lies where.
+Straight-line device code of one warp, which owns one group of 128 values of the input; `absorbed.py` puts it together,
+says what it is for and what lies where.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from kernels.intrinsics import (
     load_shared_32,
     load_shared_32x2,
     load_shared_128,
-    load_shared_f32,
     load_shared_f32x2,
     load_shared_f32x4,
     load_shared_half,
@@ -55,7 +54,7 @@ from kernels.layout import NUM_SINKS
 if TYPE_CHECKING:
     from kernels.absorbed import AbsorbedShape
 
-GROUP = 128  # values of the input that share a scale
+GROUP = 128  # values of the input that share a scale, and that one warp owns
 SCALES_AT = (
     64 * GROUP // 2
 )  # in a stage: first the codes of 64 positions, then their scales, then their zeros
@@ -92,38 +91,29 @@ def narrow(x: Any) -> Any:
 # --- into shared memory ----------------------------------------------------------------------------
 
 
-def make_copy_stored(shape: AbsorbedShape) -> Any:
-    count, row_bytes = 8 // shape.halves, shape.row_bytes
-
-    @traced()
-    def copy_stored(stage: Any, codes: Any, scales: Any, half: Any, lane: Any) -> None:
-        """Of a group's 64 positions (the warp's half): codes, chunks of 16 bytes swizzled; its two rows of scales."""
-        chunk = (lane & 3) ^ ((lane >> 3) & 3)
-        row = half * (8 * count) + (lane >> 2)
-        source = codes + wide(row * row_bytes + (lane & 3) * 16)
-        target = stage + row * 64 + chunk * 16
-        for i in range(count):
-            copy_async_16(target + i * 512, source + 8 * i * row_bytes)
-        is_mine = less(lane, 16) & less(half, 1)
-        copy_async_16_if(stage + SCALES_AT + lane * 16, scales + wide(lane * 16), is_mine)
-
-    return copy_stored
+@traced()
+def copy_stored(stage: Any, codes: Any, scales: Any, row_bytes: Any, lane: Any) -> None:
+    """A group's 64 positions: codes (64, 64 bytes at `row_bytes` each), chunks of 16 bytes swizzled, and its two rows of scales."""
+    chunk = (lane & 3) ^ ((lane >> 3) & 3)
+    source = codes + wide((lane >> 2) * row_bytes + (lane & 3) * 16)
+    target = stage + (lane >> 2) * 64 + chunk * 16
+    for i in range(8):
+        copy_async_16(target + i * 512, source + wide(row_bytes * (8 * i)))
+    copy_async_16_if(stage + SCALES_AT + lane * 16, scales + wide(lane * 16), less(lane, 16))
 
 
-def make_copy_exact(shape: AbsorbedShape) -> Any:
-    count, row_bytes = 8 // shape.halves, 2 * shape.d_model
-
-    @traced()
-    def copy_exact(stage: Any, source: Any, last: Any, wrap: Any, half: Any, lane: Any) -> None:
-        """Of a group's 16 exact positions (the warp's half); rows after `last` repeat others, so that nothing unwritten is read."""
-        chunk = lane & 15
-        for i in range(count):
-            row = half * (2 * count) + (lane >> 4) + 2 * i
-            from_row = smaller(row & wrap, last)
-            target = stage + row * 256 + (chunk ^ _exact_key(row)) * 16
-            copy_async_16(target, source + wide(from_row * row_bytes + chunk * 16))
-
-    return copy_exact
+@traced()
+def copy_exact(stage: Any, source: Any, last: Any, wrap: Any, row_bytes: Any, lane: Any) -> None:
+    """A group's 16 exact positions; rows after `last` repeat others, so that nothing unwritten is read."""
+    chunk = lane & 15
+    for i in range(8):
+        row = (lane >> 4) + 2 * i
+        key = _exact_key(row)
+        from_row = smaller(row & wrap, last)
+        copy_async_16(
+            stage + row * 256 + (chunk ^ key) * 16,
+            source + wide(from_row * row_bytes + chunk * 16),
+        )
 
 
 def _exact_key(row: Any) -> Any:
@@ -132,15 +122,14 @@ def _exact_key(row: Any) -> Any:
 
 
 def make_load_query(shape: AbsorbedShape) -> Any:
-    count = shape.columns // 2 // shape.halves
+    count = shape.columns // 2
 
     @traced()
-    def load_query(source: Any, target: Any, half: Any, lane: Any) -> None:
-        """Bring (the warp's half of) the group's part of a row's query into shared memory."""
-        first = half * (count * 512) + lane * 16
-        words = [load_128_if(source + wide(first + i * 512), 1) for i in range(count)]
+    def load_query(source: Any, target: Any, lane: Any) -> None:
+        """Bring the group's part of a row's query into shared memory."""
+        words = [load_128_if(source + wide(lane * 16 + i * 512), 1) for i in range(count)]
         for i, four in enumerate(words):
-            store_shared_128_if(target + first + i * 512, *four, 1)
+            store_shared_128_if(target + lane * 16 + i * 512, *four, 1)
 
     return load_query
 
@@ -197,18 +186,16 @@ def _put_scores(
 
 
 def make_scores_stored(shape: AbsorbedShape) -> Any:
-    tiles, pairs = shape.tiles, 2 // shape.halves
+    tiles = shape.tiles
 
     @traced()
-    def scores(stage: Any, query: Any, sums: Any, partials: Any, half: Any, lane: Any) -> None:
-        """The group's share of the scores of (the warp's half of) 64 stored positions, to `partials` (columns, SCORE_ROW)."""
+    def scores(stage: Any, query: Any, sums: Any, partials: Any, lane: Any) -> None:
+        """The group's share of the scores of 64 stored positions, to `partials` (columns, SCORE_ROW)."""
         g, key = lane >> 2, (lane >> 1) & 3
-        first = half * (32 * pairs)
-        for pair in range(pairs):  # of 16 positions each, two at a time
+        for pair in range(2):  # of 16 positions each, two at a time
             acc: list[Any] = [[(0.0, 0.0, 0.0, 0.0)] * tiles for _ in range(2)]
             for step in range(4):
-                row = first + pair * 32 + lane
-                words = load_matrices(stage + row * 64 + (key ^ step) * 16)
+                words = load_matrices(stage + (pair * 32 + lane) * 64 + ((key ^ step) * 16))
                 b = [_load_query(shape, query, tile, step, lane) for tile in range(tiles)]
                 for m in range(2):
                     low, high = words[2 * m : 2 * m + 2]
@@ -219,7 +206,7 @@ def make_scores_stored(shape: AbsorbedShape) -> Any:
                             acc[m][tile] = mma(*acc[m][tile], *a, *b[tile][2 * part :][:2])
             q = [_load_pair(shape, sums, tile, lane) for tile in range(tiles)]
             for m in range(2):
-                position = first + pair * 32 + m * 16 + g
+                position = pair * 32 + m * 16 + g
                 values: list[list[Any]] = [[] for _ in range(tiles)]
                 for high in range(2):
                     at = stage + SCALES_AT + (position + 8 * high) * 2
@@ -267,12 +254,21 @@ def make_scores_exact(shape: AbsorbedShape) -> Any:
 # --- softmax ---------------------------------------------------------------------------------------
 
 
+def make_start(shape: AbsorbedShape) -> Any:
+    @traced("f" * (2 * shape.warp_heads), is_tuple=True)
+    def start() -> Any:
+        """(maximum, sum) of each of the warp's heads: nothing seen."""
+        return (int_to_f32(0) + _NEVER, int_to_f32(0)) * shape.warp_heads
+
+    return start
+
+
 def make_slopes(shape: AbsorbedShape) -> Any:
     @traced("f" * shape.warp_heads, is_tuple=True)
     def load_slopes(slopes: Any, warp: Any) -> Any:
         if not shape.has_alibi:
             return (int_to_f32(0),) * shape.warp_heads
-        heads = [warp + shape.num_warps * i for i in range(shape.warp_heads)]
+        heads = [warp + shape.groups * i for i in range(shape.warp_heads)]
         return tuple(load_f32_if(slopes + head * 4, less(head, shape.n_heads)) for head in heads)
 
     return load_slopes
@@ -286,21 +282,21 @@ def _largest(x: Any) -> Any:
 
 
 def make_softmax(shape: AbsorbedShape) -> Any:
-    columns, groups, warps = shape.columns, shape.groups, shape.num_warps
+    columns, groups = shape.columns, shape.groups
 
-    @traced()
+    @traced("f" * (2 * shape.warp_heads), is_tuple=True)
     def softmax(
-        state: Any, is_first: Any, partials: Any, weights: Any, factors: Any, slopes: Any, first: Any, low: Any,
+        state: Any, partials: Any, weights: Any, factors: Any, slopes: Any, first: Any, low: Any,
         high: Any, position: Any, window: Any, warp: Any, lane: Any,
-    ) -> None:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Of the warp's heads: add the groups' shares in order, p of 64 positions as B fragments, what to correct sums by.
 
-        `state` (columns, 32, 2) has each lane's (maximum, sum) of a head, nothing where the unit `is_first` of its chain.
         `first` is the positions' first key; keys in [low, high) count, of which the row sees those after
         position - window and the sinks.
         """
+        out: list[Any] = []
         for i in range(shape.warp_heads):
-            head = warp + warps * i
+            head = warp + groups * i
             is_head = less(head, columns)
             head = smaller(head, columns - 1)
             at = partials + (head * SCORE_ROW + lane * 2) * 4
@@ -318,14 +314,10 @@ def make_softmax(shape: AbsorbedShape) -> Any:
                 is_seen = is_seen & (less(position - window, key) | less(key, NUM_SINKS))
                 scores[odd] = select(scores[odd], int_to_f32(0) + _NEVER, is_seen)
             top = _largest(fmax(scores[0], scores[1]))
-            old = load_shared_f32x2(state + (head * 32 + lane) * 8)
-            old_top = select(int_to_f32(0) + _NEVER, old[0], is_first)
-            old_sum = select(int_to_f32(0), old[1], is_first)
-            new_top = fmax(old_top, top)
-            fix = exp2(old_top - new_top)
+            new_top = fmax(state[2 * i], top)
+            fix = exp2(state[2 * i] - new_top)
             p = [exp2(score - new_top) for score in scores]
-            new_sum = fma(old_sum, fix, p[0] + p[1])
-            store_shared_f32x2_if(state + (head * 32 + lane) * 8, new_top, new_sum, is_head)
+            out += [new_top, fma(state[2 * i + 1], fix, p[0] + p[1])]
             width = 4 * columns_of(shape, shape.tiles - 1)
             if shape.tiles > 1:
                 width = select_int(width, 32, head >> 3)
@@ -333,6 +325,7 @@ def make_softmax(shape: AbsorbedShape) -> Any:
             place = place + (head >> 3) * 1024 + ((lane >> 3) & 1) * 8 + ((lane >> 2) & 1) * 4
             store_shared_f32_if(weights + place, f32_of(pack_half2(p[0], p[1])), is_head)
             store_shared_f32_if(factors + head * 4, fix, is_head & less(lane, 1))
+        return tuple(out)
 
     return softmax
 
@@ -353,17 +346,24 @@ def make_correct(shape: AbsorbedShape) -> Any:
     def correct(sums: Any, factors: Any, lane: Any) -> Any:
         """All of a lane's sums times their heads' factors."""
         fixes = [_load_pair(shape, factors, tile, lane) for tile in range(shape.tiles)]
-        return tuple(value * fixes[i // 4 % shape.tiles][i % 2] for i, value in enumerate(sums))
+        pairs = zip(sums, _columns(shape), strict=True)
+        return tuple(value * fixes[tile][odd] for value, (tile, odd) in pairs)
 
     return correct
 
 
+def _columns(shape: AbsorbedShape) -> list[tuple[int, int]]:
+    """The column tile and the odd bit of each of a lane's sums."""
+    found = [(tile, i % 2) for _ in range(8) for tile in range(shape.tiles) for i in range(4)]
+    return found + [(tile, odd) for tile in range(shape.tiles * shape.is_cut) for odd in range(2)]
+
+
 def _tuples(shape: AbsorbedShape, values: Any) -> list[Any]:
-    """Sums by tiles of 16 values and column tiles, each (row g, row g; row g + 8, row g + 8), columns 2t and 2t + 1."""
-    return [tuple(values[i : i + 4]) for i in range(0, shape.num_sums, 4)]
+    """Sums by 8 tiles of 16 values and column tiles, each (row g, row g; row g + 8, row g + 8), columns 2t and 2t + 1."""
+    return [tuple(values[i : i + 4]) for i in range(0, 32 * shape.tiles, 4)]
 
 
-def _weights(shape: AbsorbedShape, weights: Any, tile: int, pair: Any, lane: Any) -> Any:
+def _weights(shape: AbsorbedShape, weights: Any, tile: int, pair: int, lane: Any) -> Any:
     width = columns_of(shape, tile) * 4
     return load_shared_128(
         weights + tile * 1024 + (pair * width + _lane_of(shape, tile, lane)) * 16
@@ -371,105 +371,65 @@ def _weights(shape: AbsorbedShape, weights: Any, tile: int, pair: Any, lane: Any
 
 
 def make_values_stored(shape: AbsorbedShape) -> Any:
-    tiles, chunks = shape.tiles, 4 // shape.halves
+    tiles = shape.tiles
 
     @traced("f" * shape.num_sums)
-    def values(sums: Any, stage: Any, weights: Any, half: Any, lane: Any) -> Any:
-        """Add p n s of 64 stored positions (to the warp's half of the values)."""
+    def values(sums: Any, stage: Any, weights: Any, lane: Any) -> Any:
+        """Add p n s of 64 stored positions, and p z to the last sums."""
         t, key = lane & 3, (lane >> 1) & 3
-        acc = _tuples(shape, sums)
-        for pair in range(2):  # of 16 positions each, two at a time
-            p = [_weights(shape, weights, tile, pair, lane) for tile in range(tiles)]
-            scaled: list[list[Any]] = [[], []]
-            for step in range(2):
-                at = stage + SCALES_AT + (32 * pair + 16 * step + 2 * t) * 2
-                scales = [load_shared_32(at + 16 * b) for b in range(2)]
-                for tile in range(tiles):
-                    b = p[tile][2 * step : 2 * step + 2]
-                    scaled[step].append([mul_half2(b[i], scales[i]) for i in range(2)])
-            for i in range(chunks):
-                chunk = (key ^ (half * chunks + i)) * 16
-                words = load_matrices_transposed(stage + (pair * 32 + lane) * 64 + chunk)
+        acc, rest = _tuples(shape, sums), list(sums[32 * tiles :])
+        scaled: dict[tuple[int, int], list[Any]] = {}
+        for step in range(4):
+            at = [stage + SCALES_AT + (16 * step + 8 * b + 2 * t) * 2 for b in range(2)]
+            scales = [load_shared_32(address) for address in at]
+            zeros = [load_shared_32(address + 128) for address in at]
+            for tile in range(tiles):
+                p = _weights(shape, weights, tile, step >> 1, lane)[2 * (step & 1) :][:2]
+                scaled[step, tile] = [mul_half2(p[b], scales[b]) for b in range(2)]
+                # the low 8 rows are the zeros, so that a lane's first two results are its columns'
+                more = mma(*rest[2 * tile :][:2], 0.0, 0.0, zeros[0], 0, zeros[1], 0, *p)
+                rest[2 * tile : 2 * tile + 2] = more[:2]
+        for chunk in range(4):
+            for pair in range(2):
+                words = load_matrices_transposed(
+                    stage + (pair * 32 + lane) * 64 + ((key ^ chunk) * 16)
+                )
                 for step in range(2):
                     low, high = words[2 * step : 2 * step + 2]
                     shifted = low >> 8, high >> 8
                     for part, mask in enumerate((_LOW, _HIGH)):
                         a = (low & mask, shifted[0] & mask, high & mask, shifted[1] & mask)
                         for tile in range(tiles):
-                            at_sum = (2 * i + part) * tiles + tile
-                            acc[at_sum] = mma(*acc[at_sum], *a, *scaled[step][tile])
-        return tuple(value for four in acc for value in four)
+                            at_sum = (2 * chunk + part) * tiles + tile
+                            acc[at_sum] = mma(*acc[at_sum], *a, *scaled[2 * pair + step, tile])
+        return (*(value for four in acc for value in four), *rest)
 
     return values
 
 
-def make_zero_sums(shape: AbsorbedShape) -> Any:
-    """Sums of p z over the warp's half of the positions: `table` (columns,)."""
+def make_values_exact(shape: AbsorbedShape) -> Any:
     tiles = shape.tiles
 
-    def put(table: Any, sums: Any, lane: Any) -> None:
-        column = (lane & 3) * 2
-        for tile in range(tiles):
-            is_real = less(lane, 4) & less(column, columns_of(shape, tile))
-            store_shared_f32x2_if(table + (8 * tile + column) * 4, *sums[tile], is_real)
-
-    def corrected(table: Any, factors: Any, is_first: Any, lane: Any) -> list[Any]:
-        out = []
-        for tile in range(tiles):
-            old, fix = _load_pair(shape, table, tile, lane), _load_pair(shape, factors, tile, lane)
-            out.append([select(int_to_f32(0), old[i] * fix[i], is_first) for i in range(2)])
-        return out
-
-    @traced()
-    def fix_zeros(table: Any, factors: Any, is_first: Any, lane: Any) -> None:
-        """Correct the sums (start with zeros where a unit `is_first` of its chain)."""
-        put(table, corrected(table, factors, is_first, lane), lane)
-
-    @traced()
-    def add_zeros(
-        table: Any, stage: Any, weights: Any, factors: Any, is_first: Any, half: Any, lane: Any
-    ) -> None:
-        """Correct the sums and add those of a stored unit."""
-        sums, t = corrected(table, factors, is_first, lane), lane & 3
-        for i in range(2 // shape.halves):
-            pair = half + i
-            p = [_weights(shape, weights, tile, pair, lane) for tile in range(tiles)]
-            for step in range(2):
-                at = stage + SCALES_AT + 128 + (pair * 32 + 16 * step + 2 * t) * 2
-                zeros = [load_shared_32(at + 16 * b) for b in range(2)]
-                for tile in range(tiles):
-                    # the low 8 rows are the zeros, so that a lane's first two results are its columns'
-                    four = (*sums[tile], 0.0, 0.0)
-                    four = mma(*four, zeros[0], 0, zeros[1], 0, *p[tile][2 * step :][:2])
-                    sums[tile] = list(four[:2])
-        put(table, sums, lane)
-
-    return fix_zeros, add_zeros
-
-
-def make_values_exact(shape: AbsorbedShape) -> Any:
-    tiles, chunks = shape.tiles, 4 // shape.halves
-
     @traced("f" * shape.num_sums)
-    def values(sums: Any, stage: Any, weights: Any, half: Any, lane: Any) -> Any:
-        """Add p x of 16 exact positions (to the warp's half of the values)."""
+    def values(sums: Any, stage: Any, weights: Any, lane: Any) -> Any:
+        """Add p x of 16 exact positions."""
         g, t = lane >> 2, lane & 3
-        acc = _tuples(shape, sums)
+        acc, rest = _tuples(shape, sums), list(sums[32 * tiles :])
         p = [_weights(shape, weights, tile, 0, lane)[:2] for tile in range(tiles)]
         rows = [2 * t, 2 * t + 1]
         at = [stage + row * 256 + (g & 3) * 4 for row in rows]
         keys = [_exact_key(row) for row in rows]
-        for i in range(chunks):
+        for chunk in range(4):
             for part in range(2):
-                unit = 2 * (half * chunks + i) + 8 * part + (g >> 2)
+                unit = 2 * chunk + 8 * part + (g >> 2)
                 places = [a + (unit ^ key) * 16 for a, key in zip(at, keys, strict=True)]
                 low = [load_shared_32(place) for place in places]
                 high = [load_shared_32(place + 8 * 256) for place in places]
                 a = [byte_permute(*two, order) for two in (low, high) for order in (0x5410, 0x7632)]
                 for tile in range(tiles):
-                    at_sum = (2 * i + part) * tiles + tile
+                    at_sum = (2 * chunk + part) * tiles + tile
                     acc[at_sum] = mma(*acc[at_sum], *a, *p[tile])
-        return tuple(value for four in acc for value in four)
+        return (*(value for four in acc for value in four), *rest)
 
     return values
 
@@ -478,7 +438,9 @@ def make_undo(shape: AbsorbedShape) -> Any:
     @traced("f" * shape.num_sums)
     def undo(sums: Any) -> Any:
         """Take the powers of two of the codes out of the sums over stored positions."""
-        return tuple(v * _UNDO[i // (4 * shape.tiles) % 2] for i, v in enumerate(sums))
+        factors = [_UNDO[i // (4 * shape.tiles) % 2] for i in range(32 * shape.tiles)]
+        factors += [1.0] * (shape.num_sums - len(factors))
+        return tuple(v if f == 1.0 else v * f for v, f in zip(sums, factors, strict=True))
 
     return undo
 
@@ -504,7 +466,7 @@ def join_halves(old: Any, more: Any, old_share: Any, share: Any) -> Any:
 def make_close(shape: AbsorbedShape, is_joined: bool) -> Any:
     @traced()
     def close(
-        state: Any, is_nothing: Any, joined: Any, is_first: Any, shares: Any, meta: Any, is_told: Any, warp: Any, lane: Any
+        state: Any, joined: Any, is_first: Any, shares: Any, meta: Any, is_told: Any, warp: Any, lane: Any
     ) -> None:  # fmt: skip
         """End a chain: to `shares` (columns, 4) go 1 / sum and the shares of what is kept and of this chain.
 
@@ -512,12 +474,10 @@ def make_close(shape: AbsorbedShape, is_joined: bool) -> Any:
         to `meta` (heads, 2).
         """
         for i in range(shape.warp_heads):
-            head = warp + shape.num_warps * i
+            head = warp + shape.groups * i
             is_lane = less(head, shape.columns) & less(lane, 1)
             column = smaller(head, shape.columns - 1)
-            top, share = load_shared_f32x2(state + (column * 32 + lane) * 8)
-            top = select(int_to_f32(0) + _NEVER, top, is_nothing)
-            total = sum_of_warp(select(int_to_f32(0), share, is_nothing))
+            top, total = state[2 * i], sum_of_warp(state[2 * i + 1])
             inverse = reciprocal(fmax(total, int_to_f32(1) * 1.0e-30))
             store_shared_f32_if(shares + column * 16, inverse, is_lane)
             if is_joined:
@@ -549,24 +509,21 @@ def _places(shape: AbsorbedShape, lane: Any) -> list[tuple[int, Any, Any]]:
 
 def make_results(shape: AbsorbedShape) -> Any:
     @traced("r" * shape.num_words)
-    def results(sums: Any, shares: Any, zeros: Any, is_undone: Any, lane: Any) -> Any:
-        """The chain's averages as pairs of halves: tiles of 16 values x the lane's heads.
-
-        `zeros` (halves, columns) are the group's sums of p z.
-        """
-        acc, is_odd = _tuples(shape, sums), (lane & 3) >> 1
+    def results(sums: Any, shares: Any, is_undone: Any, lane: Any) -> Any:
+        """The chain's averages as pairs of halves: 8 tiles x the lane's heads."""
+        acc, zeros, is_odd = _tuples(shape, sums), sums[32 * shape.tiles :], (lane & 3) >> 1
         places = _places(shape, lane)
         factors, rests = [], []
-        for _, _, head in places:
+        for tile, odd, head in places:
             inverse = load_shared_f32x4(shares + head * 16)[0]
             powers = [select(inverse, inverse * power, is_undone) for power in _UNDO]
             factors.append(powers if shape.is_cut else [inverse] * 2)
             if shape.is_cut:
-                at = [zeros + (half * shape.columns + head) * 4 for half in range(shape.halves)]
-                parts = [load_shared_f32(place) for place in at]
-                rests.append((parts[0] if len(parts) == 1 else parts[0] + parts[1]) * inverse)
+                both = zeros[2 * tile : 2 * tile + 2]
+                zero = select(both[1], both[0], is_odd) if odd is None else both[odd]
+                rests.append(zero * inverse)
         words: list[Any] = []
-        for at in range(shape.half_tiles):
+        for at in range(8):
             for i, (tile, odd, _) in enumerate(places):
                 values, pair = acc[at * shape.tiles + tile], []
                 for both in (values[:2], values[2:]):
@@ -607,16 +564,13 @@ def make_join(shape: AbsorbedShape) -> Any:
 
 
 def make_put(shape: AbsorbedShape) -> Any:
-    chunks = 4 // shape.halves
-
     @traced()
-    def put(words: Any, out: Any, group: Any, half: Any, lane: Any) -> None:
+    def put(words: Any, out: Any, warp: Any, lane: Any) -> None:
         """Write averages to `out` (heads, d) fp16."""
         places = _places(shape, lane)
-        first = group * GROUP + half * (16 * chunks) + (lane >> 2) * 2
         for i, word in enumerate(words):
             at, (_, _, head) = i // len(places), places[i % len(places)]
-            value = first + (at & 1) * 64 + (at >> 1) * 16
+            value = warp * GROUP + (at & 1) * 64 + (at >> 1) * 16 + (lane >> 2) * 2
             address = out + wide(head * shape.d_model + value) * 2
             store_32_if(address, word, less(head, shape.n_heads))
 
