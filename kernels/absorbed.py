@@ -13,7 +13,8 @@ scales, its part of the query, its sums. Scores are the groups' shares added in 
 warp a head does the softmax. Codes go to `mma.sync` as subnormal halves by masks alone, x as the A operand in both products (the
 second through a transposing matrix load); scales and zeros leave through the shares of scores and through p.
 
-What should bound it (`docs/kernels.md` says what was measured), 64 rows of 1024 positions, 2 blocks a row, each 8 stored blocks (12 heads on 16 columns, d 1536):
+What should bound it (`docs/kernels.md` says what was measured), 64 rows of 1024 positions, 2 blocks a row, each 8 stored blocks
+(12 heads on 16 columns, d 1536):
 * memory: 51 KB a block at 33.5 bytes/ns and multiprocessor: 1.5 us, so 12.2 us a call;
 * matrix unit: 2 x 768 mma of 2048 products, 4 units, about 6.4 cycles each: 2,460 cycles or 1.3 us a block;
 * issue: about 800 instructions of a warp, 3 warps a scheduler: 2,400 cycles; shared memory: about 1,800 cycles.
