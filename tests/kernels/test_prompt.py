@@ -77,7 +77,7 @@ def _queries(rows: int, shape: PromptAttentionShape) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("shape", "spans", "window"),
     [
-        pytest.param(PromptAttentionShape(2, 2, 32), [(0, 0, 1), (1, 64, 128)], 0, id="sequences"),
+        pytest.param(PromptAttentionShape(1, 1, 32), [(0, 0, 1), (1, 64, 128)], 0, id="sequences"),
         pytest.param(PromptAttentionShape(2, 1, 32, True), [(0, 150, 171)], 0, id="gqa_alibi"),
         pytest.param(
             PromptAttentionShape(1, 1, 64, False, True),
