@@ -30,6 +30,7 @@ MULTIPROCESSORS = 132
 _PRODUCT_ARGS = "llllll" + "rrrrrrr"
 # Groups of 32 columns up to which a block of few rows stages x itself, by how much shared memory that takes.
 _DIRECT_GROUPS = (48, 128, 216)
+_MANY_BLOCKS = 180  # from so many blocks on, sharing tiles is faster (measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def stage(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiply_directly(shape: Sliced, x: Tensor, weight: Packed, y: Tensor, is_add: bool) -> None:
     """y = or += x W^T for up to 8 rows of x in fp32, with the kernel of `shape`."""
-    blocks = min(-(-weight.arrays.num_tiles // shape.tiles), MULTIPROCESSORS * shape.blocks_per_sm)
+    blocks = min(weight.arrays.num_tiles, MULTIPROCESSORS * shape.blocks_per_sm)
     _launch_product(sliced(shape), (blocks, 1), x, None, weight, y, is_add)
 
 
@@ -156,7 +157,7 @@ def direct_shape(kind: str, num_tiles: int, groups: int) -> Sliced:
     chunk, blocks = (3, 2) if is_small and not is_few else (6, 1)
     if kind == "pair":
         chunk, blocks = -(-chunk // 2), 1
-    return Sliced(kind, 1, 1, chunk, max_groups, blocks, 4 if is_small else 8, True)
+    return Sliced(kind, 1, 1, chunk, max_groups, blocks, 4 if is_small else 8)
 
 
 def staged_shape(kind: str, num_tiles: int, n: int) -> Sliced | Tiled:
@@ -166,9 +167,11 @@ def staged_shape(kind: str, num_tiles: int, n: int) -> Sliced | Tiled:
     if n <= 16:
         is_few = num_tiles <= MULTIPROCESSORS
         return Sliced(kind, 1, 2, 2) if is_few else Sliced(kind, 2, 2, 1, blocks_per_sm=2)
-    if n <= 64:
-        return Sliced(kind, 2 if num_tiles <= 2 * MULTIPROCESSORS else 4, 4, 1)
-    return Tiled(kind, 4, 4, 2, 2, 6, 2)
+    many = Tiled(kind, 4, 4, 2, 2, 6, 2)
+    num_blocks = -(-num_tiles // many.block_tiles) * -(-n // (8 * many.block_columns))
+    if n > 64 and num_blocks >= _MANY_BLOCKS:
+        return many
+    return Sliced(kind, 2 if n <= 64 and num_tiles <= 2 * MULTIPROCESSORS else 4, 4, 1)
 
 
 @cache
@@ -213,7 +216,7 @@ def variants() -> dict[str, Variant]:
     for kind in GROUP_BYTES:
         for num_tiles in (1, 1000):
             found += [sliced(direct_shape(kind, num_tiles, groups)) for groups in _DIRECT_GROUPS]
-            for n in (16, 64, 256):
+            for n in (16, 64, 1024):
                 shape = staged_shape(kind, num_tiles, n)
                 found.append(tiled(shape) if isinstance(shape, Tiled) else sliced(shape))
     return {variant.name: variant for variant in found}

@@ -21,7 +21,7 @@ from kernels.cuda_linear_parts import (
     store_result,
     unpack_weights,
 )
-from kernels.device_code import device_function, traced
+from kernels.device_code import traced
 from kernels.intrinsics import (
     bits_of,
     block_x,
@@ -63,7 +63,6 @@ class Sliced:
     max_groups: int = 0
     blocks_per_sm: int = 1
     held: int = 4  # groups of x in registers while the block stages it
-    is_deep: bool = False  # whether two chunks, not one, are fetched ahead
 
     @property
     def row_floats(self) -> int:
@@ -92,7 +91,7 @@ def make_sliced(shape: Sliced) -> Any:
     w_stride, x_stride = RUN * group_bytes, RUN * X_GROUP_BYTES
     row_floats, partial_bytes = shape.row_floats, shape.partial_bytes
     assert RUN % tiles == 0 and RUN % columns == 0, "a block's tiles lie in one run"
-    is_direct, is_deep = shape.max_groups > 0, shape.is_deep
+    is_direct = shape.max_groups > 0
     width_shift = (16 * tiles).bit_length() - 1
     zeros_at, x_at = SLICES * partial_bytes, SLICES * partial_bytes + 512
     num_acc = 4 * tiles * columns
@@ -108,20 +107,6 @@ def make_sliced(shape: Sliced) -> Any:
                 for q in range(words // 4):
                     found += load_weight_128_if(place + q * 512, is_there)
         return tuple(found)
-
-    @device_function
-    def load_ahead(
-        weights: Any, tile: Any, group: Any, low: Any, end: Any, groups: Any, num_tiles: Any
-    ) -> Any:
-        at = weights + run_place(tile, groups, group_bytes) + (group - low) * w_stride
-        return load_weights(at, group, end, num_tiles - tile)
-
-    @device_function
-    def advance(tile: Any, group: Any, low: Any, end: Any) -> Any:
-        """The chunk after this one: of the slice, else of the block's next tiles."""
-        if group + chunk < end:
-            return tile, group + chunk
-        return tile + grid_x() * tiles, low
 
     @traced("r" * 2)
     def no_x() -> Any:
@@ -231,13 +216,10 @@ def make_sliced(shape: Sliced) -> Any:
         low = warp * per
         end = min(groups, low + per)
         weights += low * w_stride + lane * 16
-        tile_ahead, ahead = block_x() * tiles, low  # what is fetched next
-        own = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
-        tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
-        later, group_later = own, ahead
-        if is_deep:
-            later = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
-            tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
+        own = load_weights(
+            weights + run_place(block_x() * tiles, groups, group_bytes), low, end,
+            num_tiles - block_x() * tiles,
+        )  # fmt: skip
         grid_dependency_launch()
         grid_dependency_wait()
         first_row = block_y() * (8 * columns)
@@ -248,30 +230,30 @@ def make_sliced(shape: Sliced) -> Any:
             mine = stage(x, first_row, n, num_in, low, end, lane, at_x + x_at)
             sync_warp()
             inverses = share_inverses(mine, lane)
-            parts = later_x = no_x()
+            parts = no_x()
         else:
             at_x = shared
             x += run_place(block_y() * columns, groups, X_GROUP_BYTES) + lane * 16
             parts = load_x(x + low * x_stride, low, end, num_columns)
-            later_x = parts
-            if is_deep:
-                later_x = load_x(x + group_later * x_stride, group_later, end, num_columns)
             inverses = load_inverses(inverse, first_row + 2 * (lane & 3), n, warp)
         num_sums = min(n - first_row, 8 * columns) * (16 * tiles)
         for tile in range(block_x() * tiles, num_tiles, grid_x() * tiles):
             acc = no_sums()
             for group in range(low, end, chunk):
-                coming = load_ahead(weights, tile_ahead, ahead, low, end, groups, num_tiles)
+                following, next_tile = group + chunk, tile
+                if following >= end:
+                    following, next_tile = low, tile + grid_x() * tiles
+                later = load_weights(
+                    weights + run_place(next_tile, groups, group_bytes) + (following - low) * w_stride,
+                    following, end, num_tiles - next_tile,
+                )  # fmt: skip
                 if is_direct:
-                    coming_x = parts
+                    acc = multiply(acc, own, parts, at_x, group, end)
                 else:
-                    coming_x = load_x(x + ahead * x_stride, ahead, end, num_columns)
-                acc = multiply(acc, own, parts, at_x, group, end)
-                if is_deep:
-                    own, later, parts, later_x = later, coming, later_x, coming_x
-                else:
-                    own, parts = coming, coming_x
-                tile_ahead, ahead = advance(tile_ahead, ahead, low, end)
+                    later_x = load_x(x + following * x_stride, following, end, num_columns)
+                    acc = multiply(acc, own, parts, at_x, group, end)
+                    parts = later_x
+                own = later
             in_tile = thread_id()
             row = first_row + (in_tile >> width_shift)
             out = tile * 16 + (in_tile & (16 * tiles - 1))

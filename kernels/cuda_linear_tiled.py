@@ -91,10 +91,7 @@ def make_tiled(shape: Tiled) -> Any:
     x_at, bars_at = block_tiles * group_bytes, stages * stage_bytes
     num_warps, warps_n = shape.warps_m * shape.warps_n, shape.warps_n
     num_acc = 4 * tiles * columns
-    x_runs, run_columns = max(1, block_columns // RUN), min(block_columns, RUN)
-    assert (
-        RUN % block_tiles == 0 and RUN % run_columns == 0 and block_columns == x_runs * run_columns
-    )
+    assert RUN % block_tiles == 0 and RUN % block_columns == 0, "a block's tiles lie in one run"
 
     @traced("f" * num_acc)
     def no_sums() -> Any:
@@ -169,12 +166,9 @@ def make_tiled(shape: Tiled) -> Any:
         bulk_copy(place, weights + wide(group) * w_stride, block_tiles * group_bytes, bar)
 
     @traced()
-    def fetch_x(shared: Any, x: Any, run_bytes: Any, group: Any, slot: Any) -> None:
+    def fetch_x(shared: Any, x: Any, group: Any, slot: Any) -> None:
         place, bar = shared + slot * stage_bytes + x_at, shared + bars_at + slot * 16
-        num_bytes = run_columns * X_GROUP_BYTES
-        for i in range(x_runs):
-            at = x + (wide(group) * x_stride + run_bytes * i)
-            bulk_copy(place + i * num_bytes, at, num_bytes, bar)
+        bulk_copy(place, x + wide(group) * x_stride, block_columns * X_GROUP_BYTES, bar)
 
     def kernel(
         weights: Any, scale: Any, bias: Any, x: Any, inverse: Any, y: Any, n: Any, num_out: Any,
@@ -192,8 +186,6 @@ def make_tiled(shape: Tiled) -> Any:
         # a run is whole in memory: what comes of tiles beyond the end is not stored
         weights += run_place(first_tile, groups, group_bytes)
         x += run_place(first_column, groups, X_GROUP_BYTES)
-        # a second run that does not exist: the first once more
-        run_bytes = wide(groups) * x_stride if first_column + RUN < (n + 7) >> 3 else 0
         if thread_id() == 0:
             for group in range(min(stages, groups)):
                 fetch_weights(shared, weights, group, group)
@@ -201,7 +193,7 @@ def make_tiled(shape: Tiled) -> Any:
         if thread_id() == 0:
             fence_async()
             for group in range(min(stages, groups)):
-                fetch_x(shared, x, run_bytes, group, group)
+                fetch_x(shared, x, group, group)
         warp_m, warp_n = warp // warps_n, warp % warps_n
         row = first_column * 8 + warp_n * (8 * columns) + 2 * (lane & 3)
         at_w = shared + warp_m * (tiles * group_bytes) + lane * 16
@@ -216,6 +208,7 @@ def make_tiled(shape: Tiled) -> Any:
                 mbarrier_wait(shared + bars_at + slot * 16, parity)
                 acc = multiply(acc, at_w + slot * stage_bytes, at_x + slot * stage_bytes)
                 sync_warp()
+                # PERF: of the block alone; a release to the cluster would order all memory, every group
                 if lane == 0:
                     mbarrier_arrive(shared + bars_at + slot * 16 + 8)
                 # the group before is most likely done with by all warps: its place in the ring is filled
@@ -223,7 +216,7 @@ def make_tiled(shape: Tiled) -> Any:
                 if thread_id() == 0 and group > 0 and later < groups:
                     mbarrier_wait(shared + bars_at + before * 16 + 8, parity_before)
                     fetch_weights(shared, weights, later, before)
-                    fetch_x(shared, x, run_bytes, later, before)
+                    fetch_x(shared, x, later, before)
                 before, parity_before = slot, parity
                 slot += 1
                 if slot == stages:
