@@ -151,14 +151,14 @@ def choose_launch(
     is_paged: bool = False,
 ) -> tuple[AttentionLaunch, int]:
     """How the streams of so many rows are spread, and the blocks for each multiprocessor. A row's bits are the same with all."""
-    units = rows * shape.units
+    units, is_int4 = rows * shape.units, shape.format == "int4"
     few = 8 if shape.head_dim % 64 == 0 else 4
     if units <= 30:
         plan = (few, 16 // few, 4, 1)
     elif units <= 132:
-        plan = (1, 8, 3, 1)
+        plan = (1, 8, 2 if is_int4 else 3, 1)
     else:
-        plan = (1, 2, 3, 6) if shape.format == "int4" else (1, 4, 3, 2)
+        plan = (1, 2, 2, 6) if is_int4 else (1, 4, 3, 2)
 
     def launch_of(cluster: int, num_warps: int, stages: int) -> AttentionLaunch:
         return AttentionLaunch(
@@ -178,6 +178,6 @@ def choose_launch(
             for blocks in range(1, 7)
             if cluster * num_warps <= STREAMS and fits(cluster, num_warps, stages, blocks)
         ]
-        enough = 12 if shape.format == "int4" else 8
+        enough = 12 if is_int4 else 8
         plan = max(plans, key=lambda p: (min(p[1] * p[3], enough), -p[0], p[2], p[1]))
     return launch_of(*plan[:3]), plan[3]
