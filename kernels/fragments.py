@@ -234,9 +234,7 @@ def pack_int4(block: torch.Tensor, *, is_value: bool) -> tuple[torch.Tensor, tor
 def unpack_int4(packed: torch.Tensor, dim: int, *, is_value: bool) -> torch.Tensor:
     """What a stored K or V part stands for: (..., 64, dim) float32."""
     *lead, _ = packed.shape
-    words = (
-        packed[..., : 32 * dim].contiguous().view(torch.int32).reshape(*lead, dim // 16, 32, 4)
-    )
+    words = packed[..., : 32 * dim].contiguous().view(torch.int32).reshape(*lead, dim // 16, 32, 4)
     shift = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], device=packed.device)
     numbers = (words.transpose(-1, -2)[..., None, None] >> shift) & 15
     flat = numbers.reshape(*lead, BLOCK * dim).float()
