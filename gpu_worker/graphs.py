@@ -85,10 +85,14 @@ def launches_to_try(
     """Other launch shapes worth a measurement, by name (`scripts/gpu_check.py --try`)."""
     shapes, tiles = product_shapes(spec), column_tiles_for(rows)
     names = ("qkv", "o", "gate_up", "down")
-    found: dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]] = {}
-    if tiles == 1:
-        found["all wide"] = {name: wide_launch(shapes[name], tiles) for name in names}
-        found["head wide"] = {"head": wide_head(shapes["head"], 1)}
+    if tiles > 1:
+        gate_up = replace(wide_launch(shapes["gate_up"], tiles), warps=4)
+        return {"gate_up over 4 x 2 warps": {"gate_up": gate_up}} if tiles == 8 else {}
+    found: dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]] = {
+        "head by streams": {"head": wide_head(shapes["head"], tiles)}
+    }
+    if rows == 1:
+        found["layers by streams"] = {name: wide_launch(shapes[name], tiles) for name in names}
     return found
 
 
@@ -107,45 +111,47 @@ def product_shape(n: int, k: int) -> ProductShape:
 
 
 def product_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch | WideLaunch:
-    """The launch for up to 8 x column_tiles rows (one row has its own, with room for one)."""
-    if column_tiles > 1:
-        return wide_launch(shape, column_tiles)
-    tiles = shape.group
-    max_rows = 1 if rows == 1 else 0
-    chains = tiles * shape.sub_slices
+    """The launch for up to 8 x column_tiles rows; one row has its own."""
+    return few_launch(shape) if rows == 1 else wide_launch(shape, column_tiles)
+
+
+def few_launch(shape: ProductShape) -> Launch:
+    """The launch for one row: all weights of all blocks in flight from the start."""
+    chains = shape.group * shape.sub_slices
     num_warps = chains if shape.sub_slices > 1 else max(w for w in range(1, 11) if chains % w == 0)
-    push = Launch(shape, tiles, num_warps, column_tiles, True, 1, max_rows)
-    return push if push.shared_bytes <= _BLOCK_BYTES else replace(push, is_push=False, max_rows=0)
+    return Launch(shape, shape.group, num_warps)
 
 
 def wide_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
-    """The launch for 16 to 64 rows: one wave of blocks, each with room beside it for the next kernel's."""
+    """The launch for more rows: one wave of blocks, each with room beside it for the next kernel's."""
     steps = 4 if shape.k_steps % 4 == 0 else 2
     parts = WideLaunch(shape, 1, 1, 1, column_tiles, 1, steps).parts
     most = _RESIDENT.get(parts, CLUSTERS)
+    if column_tiles == 8:
+        most += (
+            most // 10
+        )  # with so much to do, smaller blocks pay even where two share a multiprocessor
     tiles = next((t for t in (2, 4, 6, 8) if -(-shape.n // (16 * t)) <= most), 8)
-    warps, column_warps = _wide_warps(tiles, column_tiles, parts)
+    num_warps = 8 if column_tiles == 8 and parts > 2 else 4
+    warps, column_warps = _wide_warps(tiles, column_tiles, parts, num_warps)
     launch = WideLaunch(shape, tiles, warps, column_warps, column_tiles, 1, steps)
     return _deepest(launch, _BLOCK_BYTES)
 
 
-def _wide_warps(tiles: int, column_tiles: int, parts: int) -> tuple[int, int]:
-    """Over how many warps the tiles and the columns are spread: about 8 in all, with the least shared memory traffic."""
+def _wide_warps(tiles: int, column_tiles: int, parts: int, num_warps: int) -> tuple[int, int]:
+    """Over how many warps tiles and columns are spread: about `num_warps` in all, with the least shared memory traffic."""
     ways = [
         (warps, column_warps)
         for warps in range(1, tiles + 1)
         for column_warps in (1, 2, 4, 8)
         if tiles % warps == 0
         and column_tiles % column_warps == 0
-        and (
-            tiles * column_tiles // (warps * column_warps) % parts == 0
-            or tiles * column_tiles == warps * column_warps
-        )
+        and tiles * column_tiles // (warps * column_warps) % parts == 0
     ]
     return min(
         ways,
         key=lambda way: (
-            abs(way[0] * way[1] - 8),
+            abs(way[0] * way[1] - num_warps),
             way[0] / tiles + 2 * way[1] / column_tiles,
         ),
     )
@@ -161,7 +167,7 @@ def _deepest(launch: WideLaunch, most_bytes: int) -> WideLaunch:
 def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch | WideLaunch:
     """The head: rounds through a ring, on the whole device."""
     if column_tiles == 1:
-        return Launch(shape, shape.group, 8, 1, True, 4, 1 if rows == 1 else 0)
+        return Launch(shape, shape.group, 8, 4, 1 if rows == 1 else 8)
     return wide_head(shape, column_tiles)
 
 

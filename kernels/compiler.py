@@ -101,7 +101,7 @@ def compile_ptx(variant: Variant) -> str:
         ".address_size 64\n\n.extern .shared .align 1024 .b8 dynamic_shared[];\n",
         1,
     )
-    if any(word in ptx for word in ("wgmma.", "setmaxnreg.", ".multicast::cluster")):
+    if "wgmma." in ptx or "setmaxnreg." in ptx:
         # instructions of this very architecture, which no later one promises to have
         ptx = re.sub(r"^\.target sm_90$", ".target sm_90a", ptx, count=1, flags=re.M)
     return _with_launch_bound(ptx, variant)

@@ -452,11 +452,6 @@ def store_async_f32x4(address: int, a: float, b: float, c: float, d: float, barr
     emulator.store_async(address, struct.pack("<4f", a, b, c, d), barrier)
 
 
-@op("ff", "r", "ld.shared::cluster.v2.f32 {$0,$1}, [$2];", volatile=True)
-def load_cluster_f32x2(address: int) -> tuple[float, float]:
-    return _floats(emulator.read_shared(address, 8))  # type: ignore[return-value]
-
-
 @op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
 def load_shared_f32x4(address: int) -> Four:
     return _floats(emulator.read_shared(address, 16))  # type: ignore[return-value]
@@ -606,29 +601,6 @@ def mbarrier_arrive_cluster(address: int) -> None:
 )
 def bulk_copy(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     emulator.bulk_copy(shared, address, num_bytes, barrier)
-
-
-@op(
-    "",
-    "rlrrr",
-    "{.reg .b16 m; cvt.u16.u32 m, $4; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    ".multicast::cluster [$0], [$1], $2, [$3], m;}",
-    memory=True,
-)
-def bulk_copy_to_ranks(shared: int, address: int, num_bytes: int, barrier: int, ranks: int) -> None:
-    """One read that lands at the same place of every block of the cluster whose bit is set in `ranks`."""
-    for rank in range(16):
-        if ranks >> rank & 1:
-            emulator.bulk_copy(
-                emulator.map_shared(shared, rank), address, num_bytes,
-                emulator.map_shared(barrier, rank),
-            )  # fmt: skip
-
-
-@op("", "lr", "cp.async.bulk.prefetch.L2.global [$0], $1;", memory=True)
-def prefetch_l2(address: int, num_bytes: int) -> None:
-    """Ask for memory to be brought into the L2 cache (a multiple of 16 bytes)."""
-    emulator.read_global(address, num_bytes)
 
 
 @op("", "rl", "cp.async.cg.shared.global [$0], [$1], 16;", memory=True)

@@ -13,7 +13,7 @@ partials travel changes a bit. `fragments.py` gives the order of the weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kernels.compiler import Variant
 from kernels.device_code import device_function
@@ -22,7 +22,6 @@ from kernels.intrinsics import (
     block_x,
     block_y,
     bulk_copy,
-    cluster_arrive,
     cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
@@ -45,7 +44,6 @@ from kernels.intrinsics import (
 )
 from kernels.linear_parts import (
     BARS,
-    PULL_ROW,
     make_collect,
     make_gated,
     make_multiply,
@@ -66,21 +64,19 @@ CLUSTERS = 15  # clusters of 8 blocks that an H200 runs at a time with one block
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch shape of a product.
+    """One launch shape of a product of up to 8 rows.
 
-    `tiles` is what a cluster holds at a time, `rounds` how often (1: everything is in flight from the start; else
-    a ring of `stages`), `num_warps` divides the work, `column_tiles` is the batch in eights. `is_push`: partials
-    are written to the owner's own memory and announce themselves there; else they stay, over the spent weights,
-    and the owner fetches them after a cluster barrier (slower, less memory). `max_rows` below a column tile saves room for them.
+    `tiles` is what a cluster holds at a time, over `num_warps`: with one stage everything is in flight from the
+    start, else tiles come in rounds through a ring of `stages`. Fewer `max_rows` save room for the sums.
     """
 
     shape: ProductShape
     tiles: int
     num_warps: int
-    column_tiles: int
-    is_push: bool
     stages: int = 1
-    max_rows: int = 0
+    max_rows: int = 1
+    column_tiles: ClassVar[int] = 1
+    columns: ClassVar[int] = 8
 
     @property
     def clusters(self) -> int:
@@ -96,10 +92,6 @@ class Launch:
         return self.tiles * self.shape.sub_slices // self.num_warps
 
     @property
-    def columns(self) -> int:
-        return 8 * self.column_tiles
-
-    @property
     def weight_bytes(self) -> int:
         return self.stages * self.tiles * self.shape.tile_bytes
 
@@ -110,13 +102,10 @@ class Launch:
     @property
     def push_slots(self) -> int:
         """Pairs of 8 that one source sends to one owner."""
-        return -(-self.tiles * (self.max_rows or self.columns) // RANKS)
+        return -(-self.tiles * self.max_rows // RANKS)
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of the partials' own memory (none where they lie over the weights)."""
-        if not self.is_push:
-            return 0
         buffers = 2 if self.rounds > 1 else 1
         return buffers * RANKS * self.shape.sub_slices * self.push_slots * 64
 
@@ -154,10 +143,6 @@ def _check(launch: Launch) -> None:
         raise ValueError(f"{spread} chains do not divide over {launch.num_warps} warps")
     if shape.group % launch.warp_tiles or launch.tiles % launch.warp_tiles:
         raise ValueError(f"{launch.warp_tiles} tiles a warp do not fit groups of {shape.group}")
-    if not launch.is_push:
-        stored = launch.tiles * shape.sub_slices * launch.columns * PULL_ROW
-        if stored > launch.weight_bytes or launch.rounds > 1:
-            raise ValueError("the partials do not fit over the weights")
 
 
 # --- the kernel ------------------------------------------------------------------------------------
@@ -175,12 +160,11 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     warp_bytes = tiles * tile_bytes // num_warps
     stage_bytes = tiles * tile_bytes
     x_at = launch.weight_bytes
-    partials_at = x_at + launch.x_bytes if launch.is_push else 0
+    partials_at = x_at + launch.x_bytes
     buffer_bytes = RANKS * chains * launch.push_slots * 64
     bars_at = launch.scales_at + 4 * columns * num_warps
     x_bar_at = launch.shared_bytes - BARS
     sums_bar_at, free_bar_at = x_bar_at + 8, x_bar_at + 24
-    is_push = launch.is_push
     stage, scales = make_stage(launch), make_scales(shape.k, min(8, columns))
     scales_at, warp_scales = launch.scales_at, 4 * columns
     chain_x_bytes = shape.k_steps // 2 * launch.column_tiles * 512
@@ -220,13 +204,10 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
         ready = prepare(
             first_row + m, tile0 + tile, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7
         )
-        if is_push:
-            mbarrier_wait(shared_base() + sums_bar_at + (turn & 1) * 8, (turn >> 1) & 1)
-        else:
-            cluster_wait()
+        mbarrier_wait(shared_base() + sums_bar_at + (turn & 1) * 8, (turn >> 1) & 1)
         # The loop's count is the same for the whole warp: lanes shuffle in `finish`.
         for i in range((thread_id() >> 5) * 4, (rows * tiles + RANKS - 1) >> 3, num_warps * 4):
-            a, b = collect(base, unit, m, tile, lane & 7)
+            a, b = collect(base, unit, lane & 7)
             if is_normed:
                 a, b = scale_pair(a, b, table + m * 4)
             finish(
@@ -267,7 +248,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
                 mbarrier_init(bars + 8 * i, 1)
             if warp == 0:
                 mbarrier_init(base + x_bar_at, 1)
-            if is_push and warp == 0:
+            if warp == 0:
                 for i in range(2):
                     mbarrier_init(base + sums_bar_at + 8 * i, 1)
                     mbarrier_init(base + free_bar_at + 8 * i, RANKS)
@@ -280,7 +261,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
         first_row = block_y() * columns
         rows = min(num_rows - first_row, columns)
         sum_bytes = ((rows * tiles - rank + RANKS - 1) >> 3) * (RANKS * chains * 64)
-        if is_push and thread_id() == 0:
+        if thread_id() == 0:
             mbarrier_expect(base + sums_bar_at, sum_bytes)
             if rounds > 1:
                 mbarrier_expect(base + sums_bar_at + 8, sum_bytes)
@@ -302,7 +283,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
         cluster_wait()
         chain = remainder(warp, chains)
         tile_in_cluster = quotient(warp, chains) * warp_tiles
-        sender = rank * chains + chain if is_push else chain * tiles + tile_in_cluster
+        sender = rank * chains + chain
         for turn in range(rounds):
             slot = remainder(turn, stages)
             place = base + slot * stage_bytes + warp * warp_bytes
@@ -328,26 +309,18 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
                         mbarrier_arrive_cluster(
                             map_shared(base + free_bar_at + before * 8, thread_id())
                         )
-            if not is_push:
-                sync_block()
-            elif turn > 1:
+            if turn > 1:
                 mbarrier_wait(base + free_bar_at + (turn & 1) * 8, ((turn >> 1) - 1) & 1)
             send(
                 acc, base + partials_at + (turn & 1) * buffer_bytes, tile_in_cluster, sender, lane, rows,
                 base + sums_bar_at + (turn & 1) * 8,
             )  # fmt: skip
-            if not is_push:
-                cluster_arrive()
         reduce(
             base + partials_at + ((rounds - 1) & 1) * buffer_bytes, rounds - 1, cluster, rank, rows, first_row,
             e0, e1, e2, e3, e4, e5, e6, e7,
         )  # fmt: skip
-        if not is_push:
-            # A block may not end while another reads its partials.
-            cluster_arrive_relaxed()
-            cluster_wait()
-        elif rounds > 1:
-            # Nor while another may still tell it that a buffer is free.
+        if rounds > 1:
+            # A block may not end while another may still tell it that a buffer is free.
             cluster_arrive_relaxed()
             cluster_wait()
 
@@ -359,17 +332,17 @@ def _variant(
 ) -> Variant:
     if isinstance(launch, WideLaunch):
         return Variant(
-            name=f"{name}_m{launch.columns}_t{launch.tiles}_wide{launch.cluster}",
+            name=f"{name}_m{launch.columns}_t{launch.tiles}_wide{launch.parts}",
             function=make_wide_kernel(launch, is_normed, *ends),
             args=ARGS,
             num_threads=32 * (launch.num_warps + 2),
-            cluster=launch.cluster,
+            cluster=launch.parts,
             shared_bytes=launch.shared_bytes,
             constants=(launch, is_normed, *constants),
         )
-    how = "_ring" if launch.rounds > 1 else "_push" if launch.is_push else "_pull"
+    how = "_ring" if launch.rounds > 1 else ""
     return Variant(
-        name=f"{name}_m{launch.max_rows or launch.columns}_t{launch.tiles}{how}",
+        name=f"{name}_m{launch.max_rows}_t{launch.tiles}{how}",
         function=_make_kernel(launch, is_normed, *ends),
         args=ARGS,
         num_threads=32 * launch.num_warps,

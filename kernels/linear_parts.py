@@ -25,7 +25,6 @@ from kernels.intrinsics import (
     fma,
     int_to_f32,
     less,
-    load_cluster_f32x2,
     load_f32_if,
     load_f32x2,
     load_f32x2_if,
@@ -52,7 +51,6 @@ from kernels.intrinsics import (
     store_f32_if,
     store_f32x2_if,
     store_shared_f32_if,
-    store_shared_f32x2,
     sum_of_warp,
     thread_id,
     wide,
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
     from kernels.linear import HeadShape, Launch
 
 GROUP = 4  # chains whose sum is finished before other groups' sums join it
-PULL_ROW = 80  # bytes of 8 pairs, padded so that the stores meet no bank twice
 BARS = 40  # bytes of memory barriers: x has come, sums have come (2 buffers), buffers are free (2)
 
 
@@ -83,100 +80,58 @@ def add_in_order(parts: Any) -> Any:
 
 
 def make_multiply(launch: Launch) -> Any:
-    """acc[tile][column tile][4] of a warp, over one chain."""
-    steps, tiles, columns = launch.shape.k_steps, launch.warp_tiles, launch.column_tiles
-    tile_bytes = launch.shape.tile_bytes
+    """acc[tile][4] of a warp, over one chain."""
+    tiles, tile_bytes = launch.warp_tiles, launch.shape.tile_bytes
 
-    @traced("f" * (4 * tiles * columns))
+    @traced("f" * (4 * tiles))
     def multiply(weights: Any, x: Any) -> Any:
-        acc = [[(0.0, 0.0, 0.0, 0.0)] * columns for _ in range(tiles)]
-        for pair in range(steps // 2):
-            a = [
-                [load_shared_128(weights + t * tile_bytes + (2 * pair + s) * 512) for s in range(2)]
-                for t in range(tiles)
-            ]
-            for c in range(columns):
-                b = load_shared_128(x + (pair * columns + c) * 512)
-                for step in range(2):
-                    for tile in range(tiles):
-                        acc[tile][c] = mma(
-                            *acc[tile][c], *a[tile][step], *b[2 * step : 2 * step + 2]
-                        )
-        return tuple(value for row in acc for part in row for value in part)
+        acc = [(0.0, 0.0, 0.0, 0.0)] * tiles
+        for pair in range(launch.shape.k_steps // 2):
+            b = load_shared_128(x + pair * 512)
+            for step in range(2):
+                for tile in range(tiles):
+                    a = load_shared_128(weights + tile * tile_bytes + (2 * pair + step) * 512)
+                    acc[tile] = mma(*acc[tile], *a, *b[2 * step : 2 * step + 2])
+        return tuple(value for part in acc for value in part)
 
     return multiply
 
 
 def make_send(launch: Launch) -> Any:
     """Hand a warp's accumulators over: pairs (row g, row g+8) of each column."""
-    tiles, columns, count = launch.warp_tiles, launch.column_tiles, launch.tiles
-    width = launch.columns
-
-    if launch.is_push:
-        slots = launch.push_slots
-
-        @traced()
-        def send(
-            acc: Any, base: Any, tile0: Any, source: Any, lane: Any, num_rows: Any, bar: Any
-        ) -> None:
-            # `source` = rank * sub_slices + sub slice; the owner of (m, tile) is (m * count + tile) % 8.
-            g, t = lane >> 2, lane & 3
-            for tile in range(tiles):
-                for c in range(columns):
-                    part = acc[4 * (tile * columns + c) : 4 * (tile * columns + c) + 4]
-                    for odd in range(2):
-                        m = 8 * c + 2 * t + odd
-                        unit = m * count + tile0 + tile
-                        local = base + (source * slots + (unit >> 3)) * 64 + g * 8
-                        remote, pair = map_shared(local, unit & 7), (part[odd], part[odd + 2])
-                        there = map_shared(bar, unit & 7)
-                        store_async_f32x2(remote, *pair, there, num_rows - m)
-
-        return send
+    tiles, count, slots = launch.warp_tiles, launch.tiles, launch.push_slots
 
     @traced()
-    def keep(
+    def send(
         acc: Any, base: Any, tile0: Any, source: Any, lane: Any, num_rows: Any, bar: Any
     ) -> None:
+        # `source` = rank * sub_slices + sub slice; the owner of (m, tile) is (m * count + tile) % 8.
         g, t = lane >> 2, lane & 3
         for tile in range(tiles):
-            for c in range(columns):
-                part = acc[4 * (tile * columns + c) : 4 * (tile * columns + c) + 4]
-                for odd in range(2):
-                    m = 8 * c + 2 * t + odd
-                    local = base + ((source + tile) * width + m) * PULL_ROW + g * 8
-                    store_shared_f32x2(local, part[odd], part[odd + 2])
+            part = acc[4 * tile : 4 * tile + 4]
+            for odd in range(2):
+                m = 2 * t + odd
+                unit = m * count + tile0 + tile
+                local = base + (source * slots + (unit >> 3)) * 64 + g * 8
+                remote, pair = map_shared(local, unit & 7), (part[odd], part[odd + 2])
+                there = map_shared(bar, unit & 7)
+                store_async_f32x2(remote, *pair, there, num_rows - m)
 
-    return keep
+    return send
 
 
 def make_collect(launch: Launch) -> Any:
-    """The sum of all chains for (m, tile, g): a pair of floats."""
+    """The sum of all chains for an owned (m, tile), number `unit`, and g: a pair of floats."""
     chains, slots = launch.shape.sub_slices, launch.push_slots
-    count, width = launch.tiles, launch.columns
-
-    if launch.is_push:
-
-        @traced("ff")
-        def collect(base: Any, unit: Any, m: Any, tile: Any, g: Any) -> Any:
-            local = base + (unit >> 3) * 64 + g * 8
-            return add_chains(
-                [load_shared_f32x2(local + i * slots * 64) for i in range(RANKS * chains)]
-            )
-
-        return collect
 
     @traced("ff")
-    def fetch(base: Any, unit: Any, m: Any, tile: Any, g: Any) -> Any:
-        local = base + (tile * width + m) * PULL_ROW + g * 8
-        pairs = []
-        for rank in range(RANKS):
-            remote = map_shared(local, rank)
-            for chain in range(chains):
-                pairs.append(load_cluster_f32x2(remote + chain * count * width * PULL_ROW))
-        return add_chains(pairs)
+    def collect(base: Any, unit: Any, g: Any) -> Any:
+        local = base + (unit >> 3) * 64 + g * 8
+        return add_chains(
+            [load_shared_f32x2(local + i * slots * 64) for i in range(RANKS * chains)]
+        )
 
-    return fetch
+    return collect
 
 
 # --- staging x -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Products of 16 to 64 rows: blocks with a half (or a quarter) of K that stream weights and x through one ring.
+"""Products of 2 to 64 rows: blocks with a half (or a quarter) of K that stream weights and x through one ring.
 
 Adds the same chains of `mma.sync` in the same order as the few-row kernel in `linear.py`, so a row's bits are the same in
 both: a block runs the GROUP neighbouring chains of its part of K one after the other and adds each to the sum in its
@@ -18,7 +18,6 @@ from kernels.intrinsics import (
     block_x,
     block_y,
     bulk_copy,
-    bulk_copy_to_ranks,
     cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
@@ -57,8 +56,7 @@ class WideLaunch:
 
     A block has `tiles` tiles of 16 outputs at a time and all 8 x `column_tiles` rows, over `warps` x `column_warps`
     multiplying warps. The ring has `stages` places of `steps` x 16 columns of K. `is_x_kept`: the block's whole part of x
-    stays in shared memory (for `clusters` that take turns); else x comes through the ring too. `shares` blocks
-    with the same part of K and other tiles fetch x together.
+    stays in shared memory (for clusters that take turns, `max_clusters` of them); else x comes through the ring too.
     """
 
     shape: ProductShape
@@ -68,7 +66,6 @@ class WideLaunch:
     column_tiles: int
     stages: int
     steps: int
-    shares: int = 1
     is_x_kept: bool = False
     max_clusters: int = 1 << 20
 
@@ -78,21 +75,17 @@ class WideLaunch:
         return RANKS * self.shape.sub_slices // GROUP
 
     @property
-    def cluster(self) -> int:
-        return self.parts * self.shares
-
-    @property
     def num_tiles(self) -> int:
         """Tiles that hold outputs."""
         return -(-self.shape.n // 16)
 
     @property
     def clusters(self) -> int:
-        return min(self.max_clusters, -(-self.num_tiles // (self.tiles * self.shares)))
+        return min(self.max_clusters, -(-self.num_tiles // self.tiles))
 
     @property
     def rounds(self) -> int:
-        return -(-self.num_tiles // (self.tiles * self.shares * self.clusters))
+        return -(-self.num_tiles // (self.tiles * self.clusters))
 
     @property
     def columns(self) -> int:
@@ -113,14 +106,9 @@ class WideLaunch:
         return self.column_tiles // self.column_warps
 
     @property
-    def is_single(self) -> bool:
-        """Whether a warp makes one product of a tile and a column tile, which one part finishes: number warp % parts."""
-        return self.warp_tiles * self.warp_columns == 1
-
-    @property
     def owned(self) -> int:
         """Products of a tile and a column tile that a warp finishes."""
-        return 1 if self.is_single else self.warp_tiles * self.warp_columns // self.parts
+        return self.warp_tiles * self.warp_columns // self.parts
 
     @property
     def block_steps(self) -> int:
@@ -166,11 +154,11 @@ def _check(launch: WideLaunch) -> None:
     shape = launch.shape
     if launch.tiles % launch.warps or launch.column_tiles % launch.column_warps:
         raise ValueError(f"{launch} does not divide over its warps")
-    if launch.warp_tiles * launch.warp_columns % launch.parts and not launch.is_single:
+    if launch.warp_tiles * launch.warp_columns % launch.parts:
         raise ValueError(f"{launch.parts} parts cannot share what a warp makes")
     if shape.k_steps % launch.steps or launch.steps % 2:
         raise ValueError(f"chains of {shape.k_steps} steps do not divide into {launch.steps}")
-    if launch.tiles > 32 or launch.x_stage_bytes % (16 * launch.shares):
+    if launch.tiles > 32:
         raise ValueError(f"one warp cannot fetch {launch.tiles} tiles")
 
 
@@ -230,11 +218,9 @@ def _make_swap(launch: WideLaunch) -> Any:
     The i-th product that part p owns of a warp's is number i x parts + p.
     """
     parts, owned, warps = launch.parts, launch.owned, launch.num_warps
-    if launch.is_single:
-        return _make_give(launch)
 
     @traced("f" * (4 * owned))
-    def swap(total: Any, sums: Any, bar: Any, warp: Any, part: Any, share: Any, lane: Any) -> Any:
+    def swap(total: Any, sums: Any, bar: Any, warp: Any, part: Any, lane: Any) -> Any:
         def of(i: int, owner: Any) -> Any:
             chosen = total[4 * i * parts : 4 * i * parts + 4]
             for p in range(1, parts):
@@ -246,34 +232,12 @@ def _make_swap(launch: WideLaunch) -> Any:
 
         for j in range(1, parts):
             owner = remainder(part + j, parts)
-            rank = owner + parts * share
-            there = map_shared(bar, rank)
+            there = map_shared(bar, owner)
             for i in range(owned):
                 # Slot parts - 1 - j of the owner is that of the part which comes j before it.
                 place = sums + (((parts - 1 - j) * warps + warp) * owned + i) * 512 + lane * 16
-                store_async_f32x4(map_shared(place, rank), *of(i, owner), there)
+                store_async_f32x4(map_shared(place, owner), *of(i, owner), there)
         return tuple(value for i in range(owned) for value in of(i, part))
-
-    return swap
-
-
-def _make_give(launch: WideLaunch) -> Any:
-    """Send a warp's one product to its owner."""
-    parts, warps = launch.parts, launch.num_warps
-
-    @traced()
-    def send(total: Any, sums: Any, bar: Any, warp: Any, part: Any, share: Any, lane: Any) -> None:
-        owner = remainder(warp, parts)
-        rank = owner + parts * share
-        slot = remainder(part + parts - owner - 1, parts)
-        place = map_shared(sums + (slot * warps + warp) * 512 + lane * 16, rank)
-        store_async_f32x4(place, *total, map_shared(bar, rank))
-
-    @device_function
-    def swap(total: Any, sums: Any, bar: Any, warp: Any, part: Any, share: Any, lane: Any) -> Any:
-        if remainder(warp, parts) != part:
-            send(total, sums, bar, warp, part, share, lane)
-        return total
 
     return swap
 
@@ -306,13 +270,13 @@ def _make_collect(launch: WideLaunch) -> Any:
 def _make_ends(launch: WideLaunch, is_normed: bool, prepare: Any, finish: Any) -> Any:
     """`prepare` and `finish` of all that a warp owns: a lane has pairs of two rows of each product."""
     parts, owned, columns = launch.parts, launch.owned, launch.warp_columns
-    num_tiles, is_single = launch.num_tiles, launch.is_single
+    num_tiles = launch.num_tiles
     kinds = prepare.device_traced.returns
     count = len(kinds)
 
     def places(tile0: Any, column0: Any, part: Any, lane: Any, rows: Any, first_row: Any) -> Any:
         for i in range(owned):
-            number = 0 if is_single else part + i * parts
+            number = part + i * parts
             tile = tile0 + quotient(number, columns)
             column = column0 + remainder(number, columns)
             for odd in range(2):
@@ -352,15 +316,14 @@ def _make_ends(launch: WideLaunch, is_normed: bool, prepare: Any, finish: Any) -
 def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: Any) -> Any:
     """The kernel of `launch`; arguments as those of the few-row kernel."""
     _check(launch)
-    shape, parts, shares, rounds = launch.shape, launch.parts, launch.shares, launch.rounds
+    shape, parts, rounds = launch.shape, launch.parts, launch.rounds
     tiles, clusters, stages, steps = launch.tiles, launch.clusters, launch.stages, launch.steps
-    num_warps, columns, cluster = launch.num_warps, launch.columns, launch.cluster
+    num_warps, columns = launch.num_warps, launch.columns
     chains, group, tile_bytes = shape.sub_slices, shape.group, shape.tile_bytes
     num_tiles, x_stages, is_x_kept = launch.num_tiles, launch.x_stages, launch.is_x_kept
     pieces, block_steps = shape.k_steps // steps, launch.block_steps
     all_steps = rounds * block_steps
     weight_stage, x_stage = launch.weight_stage_bytes, launch.x_stage_bytes
-    x_piece = x_stage // shares
     x_at, sums_at, scales_at = stages * weight_stage, launch.sums_at, launch.scales_at
     full_at = launch.bars_at
     empty_at, x_full_at = full_at + 8 * stages, full_at + 16 * stages
@@ -371,8 +334,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     column_warps, warp_tiles, warp_columns = (
         launch.column_warps, launch.warp_tiles, launch.warp_columns,
     )  # fmt: skip
-    tile_stride, is_single = steps * 512, launch.is_single
-    num_emptying = num_warps * (1 if is_x_kept else shares)
+    tile_stride = steps * 512
     zeros, add, multiply = _make_zeros(launch), _make_add(launch), _make_multiply(launch)
     swap, collect = _make_swap(launch), _make_collect(launch)
     prepare_all, finish_all = _make_ends(launch, is_normed, prepare, finish)
@@ -382,10 +344,10 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     scales = make_scales(shape.k, batch)
 
     @device_function
-    def first_tile(at: Any, share: Any) -> Any:
+    def first_tile(at: Any) -> Any:
         """The first tile of this block in the round of ring step `at`."""
         turn = quotient(at, block_steps)
-        return ((quotient(block_x(), cluster) + turn * clusters) * shares + share) * tiles
+        return (quotient(block_x(), parts) + turn * clusters) * tiles
 
     @device_function
     def weight_place(at: Any, tile: Any, part: Any) -> Any:
@@ -397,9 +359,9 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
         return wide(piece) * tile_bytes + step * 512
 
     @device_function
-    def fetch_weights(weights: Any, at: Any, part: Any, share: Any, lane: Any) -> None:
+    def fetch_weights(weights: Any, at: Any, part: Any, lane: Any) -> None:
         base, slot = shared_base(), remainder(at, stages)
-        tile0 = first_tile(at, share)
+        tile0 = first_tile(at)
         count = min(max(num_tiles - tile0, 0), tiles)
         bar = base + full_at + slot * 8
         if lane == 0:
@@ -411,33 +373,27 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
             bulk_copy(there, weights + place, tile_stride, bar)
 
     @device_function
-    def fetch_x(x: Any, at: Any, part: Any, share: Any, lane: Any) -> None:
+    def fetch_x(x: Any, at: Any, part: Any, lane: Any) -> None:
         base, slot = shared_base(), remainder(at, x_stages)
         bar = base + x_full_at + slot * 8
         if lane == 0:
             mbarrier_expect(bar, x_stage)
             piece = (block_y() * parts + part) * block_steps + remainder(at, block_steps)
-            place = x + wide(piece) * x_stage + share * x_piece
-            there = base + x_at + slot * x_stage + share * x_piece
-            if shares > 1:
-                ranks = ((1 << cluster) - 1) // ((1 << parts) - 1) << part
-                bulk_copy_to_ranks(there, place, x_piece, bar, ranks)
-            else:
-                bulk_copy(there, place, x_piece, bar)
+            bulk_copy(base + x_at + slot * x_stage, x + wide(piece) * x_stage, x_stage, bar)
 
     @device_function
-    def feed(weights: Any, x: Any, part: Any, share: Any, lane: Any) -> None:
+    def feed(weights: Any, x: Any, part: Any, lane: Any) -> None:
         grid_dependency_wait()
         cluster_wait()
         fence_async()
         for at in range(min(x_stages, all_steps)):
-            fetch_x(x, at, part, share, lane)
+            fetch_x(x, at, part, lane)
         for at in range(stages, all_steps):
             emptied = shared_base() + empty_at + remainder(at, stages) * 8
             mbarrier_wait(emptied, (quotient(at, stages) - 1) & 1)
-            fetch_weights(weights, at, part, share, lane)
+            fetch_weights(weights, at, part, lane)
             if not is_x_kept:
-                fetch_x(x, at, part, share, lane)
+                fetch_x(x, at, part, lane)
 
     @device_function
     def factor(squares: Any, first_row: Any, rows: Any, eps: Any, part: Any, lane: Any) -> None:
@@ -452,23 +408,12 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
             if lane == 0:
                 mbarrier_arrive(base + scales_bar_at)
 
-    @device_function
-    def emptied(at: Any, part: Any, share: Any) -> None:
-        """Tell whoever fills this place of the ring that this warp has read it."""
-        bar = shared_base() + empty_at + remainder(at, stages) * 8
-        if shares == 1 or is_x_kept:
-            mbarrier_arrive(bar)
-        else:
-            for other in range(shares):
-                mbarrier_arrive_cluster(map_shared(bar, part + parts * other))
-
     def kernel(
         weights: Any, x: Any, squares: Any, num_rows: Any, eps: Any,
         e0: Any, e1: Any, e2: Any, e3: Any, e4: Any, e5: Any, e6: Any, e7: Any,
     ) -> None:  # fmt: skip
         lane, warp = thread_id() & 31, thread_id() >> 5
-        rank, base = cluster_rank(), shared_base()
-        part, share = remainder(rank, parts), quotient(rank, parts)
+        part, base = cluster_rank(), shared_base()
         first_row = block_y() * columns
         rows = min(num_rows - first_row, columns)
         sums_bars, free_bars = base + sums_bar_at + warp * 16, base + free_bar_at + warp * 16
@@ -476,18 +421,18 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
             if lane == 0:
                 for i in range(stages):
                     mbarrier_init(base + full_at + 8 * i, 1)
-                    mbarrier_init(base + empty_at + 8 * i, num_emptying)
+                    mbarrier_init(base + empty_at + 8 * i, num_warps)
                 for i in range(x_stages):
                     mbarrier_init(base + x_full_at + 8 * i, 1)
                 mbarrier_init_fence()
             sync_warp()
             for at in range(min(stages, all_steps)):
-                fetch_weights(weights, at, part, share, lane)
+                fetch_weights(weights, at, part, lane)
         elif lane == 0:
             if warp < num_warps:
                 for i in range(2):
                     mbarrier_init(sums_bars + 8 * i, 1)
-                    mbarrier_init(free_bars + 8 * i, 1 if is_single else parts - 1)
+                    mbarrier_init(free_bars + 8 * i, parts - 1)
             else:
                 mbarrier_init(base + scales_bar_at, 1)
             mbarrier_init_fence()
@@ -498,7 +443,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
         grid_dependency_launch()
         cluster_arrive_relaxed()
         if warp == num_warps:
-            feed(weights, x, part, share, lane)
+            feed(weights, x, part, lane)
         elif warp > num_warps:
             factor(squares, first_row, rows, eps, part, lane)
         else:
@@ -523,36 +468,34 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
                         )
                         sync_warp()
                         if lane == 0 and at + stages < all_steps:
-                            emptied(at, part, share)
+                            mbarrier_arrive(base + empty_at + slot * 8)
                         at += 1
                     total = add(total, acc)
-                tile0 = first_tile(at - 1, share) + tile_at
+                tile0 = first_tile(at - 1) + tile_at
                 half = turn & 1
                 sums = base + sums_at + half * sums_bytes
-                is_owner = not is_single or remainder(warp, parts) == part
-                if turn > 1 and not (is_single and is_owner):
+                if turn > 1:
                     mbarrier_wait(free_bars + half * 8, ((turn >> 1) - 1) & 1)
-                own = swap(total, sums, sums_bars + half * 8, warp, part, share, lane)
-                if is_owner:
-                    ready = prepare_all(
-                        tile0, column0, part, lane, rows, first_row, e0, e1, e2, e3, e4, e5, e6, e7
-                    )
-                    if is_normed and turn == 0:
-                        mbarrier_wait(base + scales_bar_at, 0)
-                    mbarrier_wait(sums_bars + half * 8, (turn >> 1) & 1)
-                    whole = collect(own, sums, warp, part, lane)
-                    if turn + 2 < rounds:
-                        # What came is read: arm the barrier for the round after next and let the others send.
-                        sync_warp()
-                        if lane == 0:
-                            mbarrier_expect(sums_bars + half * 8, warp_sums_bytes)
-                        if 0 < lane < parts:
-                            other = remainder(part + lane, parts) + parts * share
-                            mbarrier_arrive_cluster(map_shared(free_bars + half * 8, other))
-                        sync_warp()
-                    finish_all(
-                        ready, whole, base + scales_at, tile0, column0, part, lane, rows, first_row,
-                        e0, e1, e2, e3, e4, e5, e6, e7,
-                    )  # fmt: skip
+                own = swap(total, sums, sums_bars + half * 8, warp, part, lane)
+                ready = prepare_all(
+                    tile0, column0, part, lane, rows, first_row, e0, e1, e2, e3, e4, e5, e6, e7
+                )
+                if is_normed and turn == 0:
+                    mbarrier_wait(base + scales_bar_at, 0)
+                mbarrier_wait(sums_bars + half * 8, (turn >> 1) & 1)
+                whole = collect(own, sums, warp, part, lane)
+                if turn + 2 < rounds:
+                    # What came is read: arm the barrier for the round after next and let the others send.
+                    sync_warp()
+                    if lane == 0:
+                        mbarrier_expect(sums_bars + half * 8, warp_sums_bytes)
+                    if 0 < lane < parts:
+                        other = remainder(part + lane, parts)
+                        mbarrier_arrive_cluster(map_shared(free_bars + half * 8, other))
+                    sync_warp()
+                finish_all(
+                    ready, whole, base + scales_at, tile0, column0, part, lane, rows, first_row,
+                    e0, e1, e2, e3, e4, e5, e6, e7,
+                )  # fmt: skip
 
     return kernel
