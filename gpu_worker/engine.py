@@ -88,7 +88,7 @@ class Engine:
         self.model.ops.set_threads(options.threads)
         self.cache = KVCache(
             config, self.options.num_blocks, options.max_rows, self.options.max_seq_len, options.kv_format,
-            options.kv_share, limits.num_copies(config, options), self.model.device, options.is_graphed,
+            options.kv_share, limits.num_copies(config, options), self.model.device, options.is_graphed, options.device == "cuda",
         )  # fmt: skip
         self._plain: PlainDecode | None = None
         self._waves: Waves | None = None
@@ -528,8 +528,7 @@ class Engine:
 def _model_kind(config: ModelConfig, options: EngineOptions) -> type[Model]:
     if not options.is_graphed:
         return Model
-    is_on_gpu = options.device == "cuda" and torch.cuda.is_available()
-    return fused_kind(config, options.kv_format) if is_on_gpu else GraphedModel
+    return fused_kind(config, options.kv_format) if options.device == "cuda" else GraphedModel
 
 
 def _error(run: Run, code: str, message: str) -> SequenceOutput:

@@ -24,6 +24,7 @@ from gpu_worker.graphs import (
 )
 from gpu_worker.rows import Rows
 from kernels import fragments, runtime, step
+from kernels.compile_ahead import compile_ahead
 from kernels.compiler import Variant
 from kernels.layout import BLOCK_SIZE, FragmentCache
 from kernels.runtime import launch
@@ -70,7 +71,7 @@ class FusedGraphs(DecodeGraphs):
         self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
         self._packed = self._pack(tensors)
-        runtime.compile_ahead(*self._kernels())
+        compile_ahead(*self._kernels(), runtime.library().build_dir)
         self._by_bucket = {bucket: self._make_bucket(bucket) for bucket in self.buckets}
 
     def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

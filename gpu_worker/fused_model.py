@@ -61,11 +61,7 @@ def _is_usual(config: ModelConfig) -> bool:
     is_plain_loop = (loop.inject, loop.state_init.kind) == ("none", "embed") and not (
         loop.norm_each or loop.norm_after_core or stages.prelude or stages.coda
     )
-    fits = (
-        arch.head_dim % 32 == 0
-        and arch.head_dim <= 256
-        and arch.d_model % 16 == arch.d_ff % 16 == 0
-    )
+    fits = arch.head_dim in (32, 64, 96, 128) and arch.d_model % 16 == arch.d_ff % 16 == 0
     return is_usual and is_plain_loop and fits and config.dtype == "fp16" and arch.embed_rank == 0
 
 
@@ -188,15 +184,11 @@ class FusedModel(ClassedModel):
 
     def core_pass(self, state: Tensor, embedded: Tensor, paging: Paging, cache: KVCache) -> Tensor:
         """One pass of prompt rows."""
-        host, count = HostPaging.of(paging), len(state)
+        host = HostPaging.of(paging)
         tiles = make_tiles(
             host.slots, host.tables, host.positions, host.windows, kind=self._prompts.cache.kind, device=self.device
         )  # fmt: skip
-        x = self._prompts.new_state(count)
-        x[:count] = state
-        for index in range(len(self._layers)):
-            self._prompts.layer(x, count, index, tiles)
-        return x[:count]
+        return self._prompts.core(state, tiles)
 
 
 class AbsorbedModel(ClassedModel):

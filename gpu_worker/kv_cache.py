@@ -97,6 +97,7 @@ class KVCache:
         device: where the blocks are; the host keeps the tables and tells the device.
         has_spare: one more slot, `spare_slot`, for rows that are there to fill up a batch: all its tables name one block of its own, whose
             content means nothing.
+        is_fast: blocks lie as the GPU's kernels want them, where they have a layout of their own.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class KVCache:
         num_copies: int | None = None,
         device: torch.device = CPU,
         has_spare: bool = False,
+        is_fast: bool = False,
     ) -> None:
         self.num_extra_tables = extra_tables(config)
         self.num_tables = self.num_extra_tables + config.loop.hard_max
@@ -137,6 +139,7 @@ class KVCache:
             copy_tables,
             sink_of,
             device,
+            is_fast,
         )
         if has_spare:
             self._tables[num_slots] = num_blocks

@@ -91,11 +91,15 @@ def form_of(config: ModelConfig, kv_format: str) -> Form:
 
 
 def make_store(
-    form: Form, num_blocks: int, num_copies: int, exact_tables: Tensor, sink_of: Tensor, device: torch.device
+    form: Form, num_blocks: int, num_copies: int, exact_tables: Tensor, sink_of: Tensor, device: torch.device,
+    is_fast: bool = False,
 ) -> Store:  # fmt: skip
-    """Zeroed tensors on `device` for that many blocks and exact copies of them; the tables go into the cache as they are."""
+    """Zeroed tensors on `device` for that many blocks and exact copies of them; the tables go into the cache as they are.
+
+    `is_fast`: in the layout of the GPU's kernels where they have one of their own for the form.
+    """
     at = (form.layers, form.heads)
-    if device.type == "cuda" and has_fragments(form):
+    if is_fast and has_fragments(form):
         return cuda_fragments.make_cache(
             form.kind, num_blocks, num_copies, form.layers, form.heads, form.dim, exact_tables, sink_of, device
         )  # fmt: skip

@@ -6,17 +6,13 @@ Owns the process's loaded kernels and the current stream. The GPU backend (`kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import emulator
-from kernels.compiler import Variant, ptx_of, ptx_path
+from kernels.compiler import Variant
 from kernels.launch import Library
 
 _library = Library()
@@ -26,35 +22,6 @@ def set_build_dir(build_dir: Path | None) -> None:
     """Keep compiled kernels there; without one every start compiles anew. Before the first launch."""
     global _library
     _library = Library(build_dir)
-
-
-def compile_ahead(
-    find: Callable[..., dict[str, Variant]], calls: Sequence[tuple[Any, ...]]
-) -> None:
-    """Compiles the kernels find(*call) of all calls that the build directory lacks, on all cores; nothing without one.
-
-    Args:
-        find: a module's function, so that other processes can call it too.
-        calls: its arguments, which can be pickled.
-    """
-    build_dir = _library.build_dir
-    if build_dir is None:
-        return
-    lacking = [
-        (find, call, name, build_dir)
-        for call in calls
-        for name, variant in find(*call).items()
-        if not ptx_path(variant, build_dir).exists()
-    ]
-    if len(lacking) > 1:
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            for _ in pool.map(_compile, lacking):
-                pass
-
-
-def _compile(job: tuple[Callable[..., dict[str, Variant]], tuple[Any, ...], str, Path]) -> None:
-    find, call, name, build_dir = job
-    ptx_of(find(*call)[name], build_dir)
 
 
 def library() -> Library:
