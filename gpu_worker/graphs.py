@@ -128,10 +128,11 @@ def wide_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
     parts = WideLaunch(shape, 1, 1, 1, column_tiles, 1, steps).parts
     most = _RESIDENT.get(parts, CLUSTERS)
     if column_tiles == 8:
-        most += (
-            most // 10
-        )  # with so much to do, smaller blocks pay even where two share a multiprocessor
-    tiles = next((t for t in (2, 4, 6, 8) if -(-shape.n // (16 * t)) <= most), 8)
+        # With so much to do, smaller blocks pay even where two share a multiprocessor.
+        most += most // 10
+    # Every part of K finishes as much of a block's outputs as any other.
+    sizes = [t for t in (2, 4, 6, 8) if t * column_tiles % parts == 0]
+    tiles = next((t for t in sizes if -(-shape.n // (16 * t)) <= most), 8)
     num_warps = 8 if column_tiles == 8 and parts > 2 else 4
     warps, column_warps = _wide_warps(tiles, column_tiles, parts, num_warps)
     launch = WideLaunch(shape, tiles, warps, column_warps, column_tiles, 1, steps)
@@ -166,8 +167,10 @@ def _deepest(launch: WideLaunch, most_bytes: int) -> WideLaunch:
 
 def head_launch(shape: ProductShape, column_tiles: int, rows: int) -> Launch | WideLaunch:
     """The head: rounds through a ring, on the whole device."""
-    if column_tiles == 1:
-        return Launch(shape, shape.group, 8, 4, 1 if rows == 1 else 8)
+    few = [Launch(shape, shape.group, 8, stages, 1 if rows == 1 else 8) for stages in (4, 3, 2)]
+    fitting = [launch for launch in few if launch.shared_bytes <= _SM_BYTES]
+    if column_tiles == 1 and fitting:
+        return fitting[0]
     return wide_head(shape, column_tiles)
 
 

@@ -1,13 +1,14 @@
-"""Products of few rows, y = x W^T, the same bits for a row however many rows share the call.
+"""Products y = x W^T of decode rows, the same bits for a row however many rows share the call; here the kernel for one row.
 
 A cluster of 8 blocks owns a run of output rows; each block owns one eighth of K. A block starts all bulk copies
 of its weights before it waits for the kernel in front of it (programmatic dependent launch), so the memory
-stays busy across kernels. Then: stage its columns of x as fp16, `mma.sync` with W as the A operand, hand
-partial sums to the block that owns the outputs, add the 8 x sub_slices partials in order, finish there (residual,
-activation, rotary and cache write, or a plain store).
+stays busy across kernels. Then: its columns of x by one bulk copy, `mma.sync` with W as the A operand, partial
+sums to the block that owns the outputs, the 8 x sub_slices partials added in the order of `add_chains`, finish there
+(residual, activation, rotary and cache write, or a plain store). `linear_wide.py` has the kernel for more rows.
 
 Every variant adds the same chains in the same order: neither the row count, nor the launch shape, nor the way the
-partials travel changes a bit. `fragments.py` gives the order of the weights.
+sums travel changes a bit. x comes as fp16, times the norm's gain and PRESCALE where it is normed; its row's factor
+joins the finished sums. `fragments.py` gives the order of the weights and of x.
 """
 
 from __future__ import annotations
