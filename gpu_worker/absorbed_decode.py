@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.absorbed_graphs import AbsorbedWeights, step_kernels
 from gpu_worker.fused_graphs import Bucket, FusedGraphs, layer_of
 from gpu_worker.graphs import DecodeSpec
+from gpu_worker.rows import Rows
 from kernels.compiler import Variant
-from kernels.layout import CutCache
+from kernels.layout import BLOCK_SIZE, CutCache
 from kernels.runtime import launch
 
 
@@ -34,9 +37,18 @@ class AbsorbedDecode(FusedGraphs):
     def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(self._cache.paged, CutCache)
         self._inputs = self._cache.paged
+        size = self._cache.spare_slot + 1, self._cache.num_tables
+        self._own = torch.zeros(size, dtype=torch.int32, device=self._model.device)
         weights = AbsorbedWeights(self._spec, self._inputs.kind, tensors)
         self._shape = weights.shape
         return weights.others.packed | weights.packed
+
+    def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
+        super().load(rows, sources)
+        if self._inputs.kind == "int4":  # the rows of a sequence are all in one block
+            own = np.full(self._own.shape, -1, dtype=np.int32)
+            own[rows.slots] = self._cache.host_copy_tables[rows.slots, :, rows.places // BLOCK_SIZE]
+            self._put(torch.from_numpy(own), self._own)
 
     def _kernels(self) -> tuple[Callable[..., dict[str, Variant]], list[tuple[Any, ...]]]:
         return kernels_of, [(self._spec, self._inputs.kind, rows) for rows in self.buckets]

@@ -62,14 +62,10 @@ class FusedGraphs(DecodeGraphs):
         self._spec = spec
         self._angles, self._slopes, self._embed_scale = angles, slopes, embed_scale
         device = model.device
-        self._has_copies = cache.form.has_copies
-        self.has_segments = not self._has_copies  # whose own blocks the host names at every load
-        self._own = torch.zeros(
-            cache.spare_slot + 1, cache.num_tables, dtype=torch.int32, device=device
-        )
         self._row_info = torch.zeros(self.max_rows, 2, dtype=torch.int32, device=device)
         self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
+        self._written = self._block_tables  # where the rows' own K and V go
         self._packed = self._pack(tensors)
         compile_ahead(*self._kernels(), runtime.library().build_dir)
         self._by_bucket = {bucket: self._make_bucket(bucket) for bucket in self.buckets}
@@ -79,6 +75,8 @@ class FusedGraphs(DecodeGraphs):
         spec = self._spec
         assert isinstance(self._cache.paged, FragmentCache)
         self._paged = self._cache.paged
+        if self._cache.form.has_copies:
+            self._written = self._paged.exact_tables
         self._q = self.states.new_zeros(
             self.max_rows, spec.n_heads * spec.head_dim, dtype=torch.half
         )
@@ -106,10 +104,6 @@ class FusedGraphs(DecodeGraphs):
         info[:count, 0] = _num_stable(rows)
         info[:count, 1] = in_tables
         self._put(torch.from_numpy(info), self._row_info)
-        if self._has_copies:  # the rows of a sequence are all in one block
-            own = np.full(self._own.shape, -1, dtype=np.int32)
-            own[rows.slots] = self._cache.host_copy_tables[rows.slots, :, rows.places // BLOCK_SIZE]
-            self._put(torch.from_numpy(own), self._own)
         positions = np.full(self.max_rows, -1, dtype=np.int32)  # of rows that there are not
         positions[:count] = rows.positions
         self._put(torch.from_numpy(positions), self._by_name["positions"])
@@ -186,14 +180,11 @@ class FusedGraphs(DecodeGraphs):
         self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True
     ) -> None:
         packed = self._packed
-        blocks, blocks_a_loop = self._block_tables, self._cache.max_blocks
-        if self._has_copies:
-            blocks, blocks_a_loop = self._own, 1
         launch(
             part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
-            packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, blocks,
+            packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, self._written,
             part.slots, self._angles, self._rope, packed[gain], part.normed, num_passes, self._cache.num_tables,
-            blocks_a_loop, self._embed_scale, is_overlapped=False,
+            self._cache.max_blocks, self._embed_scale, is_overlapped=False,
         )  # fmt: skip
 
     def _head(self, part: Bucket) -> None:
@@ -240,7 +231,7 @@ class FusedGraphs(DecodeGraphs):
             exact, part.slots[loop], self._rope, exact_bytes,
         )  # fmt: skip
         launch(
-            variants["attention"], grids["attention"], self._q, exact, self._own, exact_bytes, stored,
+            variants["attention"], grids["attention"], self._q, exact, paged.exact_tables, exact_bytes, stored,
             stored_bytes, self._block_tables, self._by_name["positions"], self._row_info, self._slopes,
             self._by_name["windows"], None, None, None, part.mixed, layer_of(paged.sinks, layer) if has_sinks else None,
             paged.sink_of if has_sinks else None, paged.sinks.stride(0) if has_sinks else 0, loop,
