@@ -1,6 +1,9 @@
-"""Checks and times the GPU kernels on one GPU in one go: parity, determinism, speed.
+"""Checks and times everything on one GPU in one go: parity, determinism, speed.
 
-    python scripts/gpu_check.py [--peer] [--only parity,step,speed] [--rows 1,8,64] [--context 1024]
+    python scripts/gpu_check.py [--peer] [--only sampling,parity,speed,...] [--rows 1,8,64] [--context 1024]
+
+Sampling, parity and speed of the fused decode step are checked here; the other subjects (see OTHERS) by their own scripts and tests, each
+in a process of its own, whose output is passed on and whose failure is this one's.
 
 Parity is against plain PyTorch in float32 on the same fp16 weights and cache; determinism compares the bits of a
 row alone with those of the same row among others; speed is the 1B-effective reference model (random weights) in
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -38,6 +42,17 @@ from kernels.launch import Library  # noqa: E402
 from kernels.layout import NUM_SINKS  # noqa: E402
 
 READ_TB_S = 4.43  # measured read bandwidth of an H200
+ROOT = Path(__file__).resolve().parents[1]
+_ENGINE = ["test_engine.py", "test_determinism.py", "test_speculative.py", "test_waves.py", "test_graphed.py", "test_exits.py",
+           "test_kv_modes.py", "test_engine_pressure.py", "test_rows.py", "test_gpu_engine.py"]  # fmt: skip
+OTHERS = {
+    "general": ["scripts/bench_dense.py"],
+    "fragments": ["scripts/bench_fragments.py"],
+    "absorbed": ["scripts/gpu_check_absorbed.py", "--shares"],
+    "prompt": ["scripts/bench_prompt.py"],
+    "engine": ["-m", "pytest", "-q", *(f"tests/gpu_worker/{name}" for name in _ENGINE)],
+    "steps": ["scripts/bench_engine.py"],
+}
 
 
 def random_model(spec: DecodeSpec, device: str = "cuda") -> dict[str, Tensor]:
@@ -369,11 +384,26 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
     return full
 
 
+def run_others(report: Report, only: list[str], build_dir: Path) -> None:
+    """The subjects that have scripts or tests of their own; `engine` once for each of three KV formats."""
+    for name in [subject for subject in OTHERS if subject in only]:
+        for kv_format in ("fp32", "fp16", "int4") if name == "engine" else ("",):
+            env = os.environ | {
+                "TINYLOOP_TEST_DEVICE": "cuda",
+                "TINYLOOP_TEST_KV_FORMAT": kv_format or "fp32",
+                "TINYLOOP_TEST_BUILD_DIR": str(build_dir),
+            }
+            began = time.monotonic()
+            status = subprocess.run([sys.executable, *OTHERS[name]], cwd=ROOT, env=env, check=False)
+            took = f"{time.monotonic() - began:.0f} s"
+            report.check(f"{name} {kv_format}".strip(), status.returncode == 0, took)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="sampling,parity,speed")
+    parser.add_argument("--only", default=",".join(["sampling", "parity", "speed", *OTHERS]))
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--formats", default="fp16,int4")
     parser.add_argument("--context", type=int, default=1024)
@@ -417,6 +447,7 @@ def main() -> int:
         if "speed" in only:
             for count in rows:
                 measure(report, spec, weights, library, count, options.context, options.shares)
+    run_others(report, only, options.build_dir)
     if options.try_others:
         for count in rows:
             spec = replace(REFERENCE, kv_format=options.formats.split(",")[0])
