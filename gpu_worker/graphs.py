@@ -424,6 +424,7 @@ class DecodeRunner:
     def capture(self, skip: Collection[str] = ()) -> torch.cuda.CUDAGraph:
         """Capture the step; later replays take no Python launch."""
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # what fills the cache there
         self.launch_step(stream.cuda_stream, skip)  # loads the kernels outside the capture
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
