@@ -37,7 +37,7 @@ class AbsorbedDecode(FusedGraphs):
     def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(self._cache.paged, CutCache)
         self._inputs = self._cache.paged
-        size = self._cache.spare_slot + 1, self._cache.num_tables
+        size = max(self._cache.spare_slot + 1, self.max_rows), self._cache.num_tables
         self._own = torch.zeros(size, dtype=torch.int32, device=self._model.device)
         weights = AbsorbedWeights(self._spec, self._inputs.kind, tensors)
         self._shape = weights.shape

@@ -132,12 +132,15 @@ class DecodeGraphs:
         """These rows leave the loops with their present states: whatever runs on in their place writes to the spare slot."""
         self.final[rows] = self.states[rows]
         self._by_name["slots"][rows] = self._cache.spare_slot
+        self._by_name["tables"][rows] = (
+            0  # passes go on counting it up, and it must name one that there is
+        )
 
     def _put(self, source: Tensor, target: Tensor) -> None:
         if not self._is_captured:
             target.copy_(source)
             return
-        uploads = self._uploads.setdefault(source.dtype, [Upload() for _ in range(4)])
+        uploads = self._uploads.setdefault(source.dtype, [Upload() for _ in range(8)])
         uploads.append(uploads.pop(0))
         uploads[-1].copy(source, target)
 
@@ -185,13 +188,19 @@ class DecodeGraphs:
         if not self._is_captured:
             make()()
             return
-        if how not in self._graphs:
-            self._graphs[how] = self._capture(make())
-        self._graphs[how].replay()
+        self._graph(how, make).replay()
 
     def captured(self, kind: str, bucket: int, num_passes: int) -> torch.cuda.CUDAGraph:
-        """The graph of a stretch that has run."""
-        return self._graphs[kind, bucket, num_passes]
+        """The graph of a stretch, which need not have run."""
+        how = kind, bucket, num_passes
+        return self._graph(how, lambda: self._stretch(kind, bucket, num_passes))
+
+    def _graph(
+        self, how: tuple[str | int, ...], make: Callable[[], Callable[[], None]]
+    ) -> torch.cuda.CUDAGraph:
+        if how not in self._graphs:
+            self._graphs[how] = self._capture(make())
+        return self._graphs[how]
 
     def _capture(self, stretch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Captures a stretch, after a run on spare rows that loads its kernels; the buffers are left as they were."""

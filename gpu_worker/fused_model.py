@@ -37,7 +37,7 @@ def fused_kind(config: ModelConfig, kv_format: str) -> type[GraphedModel]:
     is_over_inputs = kv_format in ("h", "h_int4")
     if is_over_inputs and config.arch.pos.kind == "learned":
         try:
-            absorbed_graphs.step_kernels(_spec(config, "fp16"), "int4", 1)
+            absorbed_graphs.step_kernels(spec_of(config, "fp16"), "int4", 1)
         except ValueError:  # other shapes than the kernels are made for
             return GraphedModel
         return AbsorbedModel
@@ -65,11 +65,13 @@ def _is_usual(config: ModelConfig) -> bool:
     return is_usual and is_plain_loop and fits and config.dtype == "fp16" and arch.embed_rank == 0
 
 
-def _spec(config: ModelConfig, kv_format: str) -> DecodeSpec:
+def spec_of(config: ModelConfig, kv_format: str) -> DecodeSpec:
+    """What the fused kernels are made for."""
     arch = config.arch
     return DecodeSpec(
         arch.d_model, arch.n_heads, arch.n_kv_heads, arch.head_dim, arch.d_ff, arch.vocab, config.stages.core,
         config.loop.hard_max, arch.norm_eps, arch.pos.kind == "rope", arch.pos.pairing == "half", kv_format=kv_format,
+        has_alibi=arch.pos.kind == "alibi",
     )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ class ClassedModel(GraphedModel):
         if arch.pos.kind == "alibi":
             self._slopes = alibi_slopes(arch.n_heads).to(self.device)
         self.graphs = self._decode_kind(
-            self, cache, max_rows, _spec(self.config, cache.form.kind), self._fused_tensors(), self._angles, self._slopes,
+            self, cache, max_rows, spec_of(self.config, cache.form.kind), self._fused_tensors(), self._angles, self._slopes,
             arch.embed_scale,
         )  # fmt: skip
         self._has_copies = cache.form.has_copies

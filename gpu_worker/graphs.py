@@ -50,6 +50,7 @@ class DecodeSpec:
     theta: float = 10000.0
     max_pos: int = 2048
     kv_format: str = "fp16"
+    has_alibi: bool = False
 
     @property
     def heads(self) -> HeadShape:
@@ -59,7 +60,9 @@ class DecodeSpec:
 
     @property
     def attention(self) -> AttentionShape:
-        return AttentionShape.of(self.n_heads, self.n_kv_heads, self.head_dim, self.kv_format)
+        return AttentionShape.of(
+            self.n_heads, self.n_kv_heads, self.head_dim, self.kv_format, self.has_alibi
+        )
 
     @property
     def exact_block_bytes(self) -> int:

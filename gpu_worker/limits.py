@@ -31,9 +31,8 @@ from kernels.layout import BLOCK_SIZE
 from scheduler.messages import MAX_BRANCHES, MAX_DRAFT_AHEAD, Params, Run, WorkerLimits
 
 MEMORY_SHARE = 0.25  # of the free memory of a host, for the KV pool when its size is not given
-DEVICE_SHARE = (
-    0.85  # of what a GPU has free beside the weights; activations and graphs need the rest
-)
+WEIGHT_COPIES = 3  # on a GPU, at most: in the orders of several kernels
+DEVICE_SHARE = 0.85  # of what a GPU has free beside the weights; the rest is for activations
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -80,7 +79,8 @@ def resolve(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> E
     form = form_of(config, options.kv_format)
     budget = _kv_budget(options, weight_bytes)
     for_stored = budget - num_copies(config, options) * form.copy_bytes
-    fitting = max(for_stored // form.block_bytes, budget // (form.block_bytes + form.copy_bytes))
+    block_bytes = form.block_bytes + form.sink_bytes  # there is room for sinks beside every block
+    fitting = max(for_stored // block_bytes, budget // (block_bytes + form.copy_bytes))
     num_blocks = max(options.num_blocks or min(one * options.max_rows, fitting), 0)
     if num_blocks < one:
         raise ArtifactError(
@@ -116,8 +116,9 @@ def _kv_budget(options: EngineOptions, weight_bytes: int) -> int:
     """Bytes that the KV pool may take."""
     if options.device == "cpu" or not torch.cuda.is_available():
         return int(free_memory() * MEMORY_SHARE)
+    torch.cuda.empty_cache()  # what an earlier attempt has left
     free, _ = torch.cuda.mem_get_info()
-    return max(0, int((free - weight_bytes) * DEVICE_SHARE))
+    return max(0, int((free - WEIGHT_COPIES * weight_bytes) * DEVICE_SHARE))
 
 
 def _what_would_fit(config: ModelConfig, options: EngineOptions, budget: int) -> str:
@@ -184,9 +185,10 @@ def card(
 def numerics_id(config: ModelConfig, options: EngineOptions) -> str:
     """Names all that the bits of a result may depend on, beside the artifact and the request: no sequence moves between two of them."""
     if options.device == "cuda" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
+        device = torch.cuda.get_device_properties(0)
         return (
-            f"cuda-sm{major}{minor}-torch{torch.__version__}-kernels{kernels.version()}"
+            f"cuda-{device.name.replace(' ', '_')}-sm{device.major}{device.minor}-{device.multi_processor_count}"
+            f"-torch{torch.__version__}-cuda{torch.version.cuda}-kernels{kernels.version()}"
             f"-{config.dtype}-kv_{kv_mode(config, options)}"
         )
     isa = torch.backends.cpu.get_cpu_capability().lower()

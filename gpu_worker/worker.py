@@ -7,6 +7,7 @@ called in here. The scheduler's word decides everything: a new connection, a new
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -203,6 +204,7 @@ class Worker:
             except ArtifactError as ex:
                 log.error("%s", ex)
                 self._pulse.state, self._pulse.reason = "failed", str(ex)
+            gc.collect()  # what a failed attempt holds in circles, the device's memory above all
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, RETRY_LAST_S)
         return None

@@ -21,7 +21,7 @@ from kernels.intrinsics import (
     load_32,
     load_f32x2,
     load_i32,
-    pack_half2,
+    pack_finite_half2,
     quotient,
     remainder,
     store_16,
@@ -40,11 +40,11 @@ def _make_store(heads: int, dim: int) -> Any:
     def put_key(row: Any, block: Any, offset: Any, head: Any, pair: Any) -> None:
         first, second = load_f32x2(row + (head * dim + 2 * pair) * 4)
         place = key_place(offset, 2 * pair, dim)
-        store_32(block + head * head_bytes + place * 2, pack_half2(first, second))
+        store_32(block + head * head_bytes + place * 2, pack_finite_half2(first, second))
 
     @traced()
     def put_value(row: Any, block: Any, offset: Any, head: Any, pair: Any) -> None:
-        halves = pack_half2(*load_f32x2(row + (head * dim + 2 * pair) * 4))
+        halves = pack_finite_half2(*load_f32x2(row + (head * dim + 2 * pair) * 4))
         values = block + head * head_bytes + 128 * dim
         store_16(values + value_place(offset, 2 * pair) * 2, halves)
         store_16(values + value_place(offset, 2 * pair + 1) * 2, halves >> 16)

@@ -691,6 +691,15 @@ def pack_half2(low: float, high: float) -> int:
     return _half_bits(low) | _half_bits(high) << 16
 
 
+@op("r", "ff", "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;")
+def pack_finite_half2(low: float, high: float) -> int:
+    """Halves; what fp16 cannot hold becomes the largest number that it can."""
+    return (
+        _half_bits(max(min(low, 65504.0), -65504.0))
+        | _half_bits(max(min(high, 65504.0), -65504.0)) << 16
+    )
+
+
 @op("ff", "r", "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}")
 def unpack_half2(bits: int) -> tuple[float, float]:
     return _half(bits), _half(bits >> 16)

@@ -35,6 +35,7 @@ from kernels.intrinsics import (
     map_shared,
     mbarrier_expect,
     mma,
+    pack_finite_half2,
     pack_half2,
     quotient,
     reciprocal,
@@ -321,7 +322,7 @@ def make_qkv(heads: HeadShape) -> Any:
         kv_head = head - select_int(heads.n_heads + heads.n_kv_heads, heads.n_heads, is_v)
         position = slot & 63
         block = e[1] + wide(slot >> 6) * e[4] + kv_head * heads.head_bytes
-        packed = pack_half2(out_a, out_b)
+        packed = pack_finite_half2(out_a, out_b)
         is_written = is_real & less(-1, slot)
         for value, d in ((packed, dim_a), (packed >> 16, dim_b)):
             q_address = e[0] + ((m * heads.n_heads + head) * dim + d) * 2

@@ -8,6 +8,7 @@ embedding, loops, exits and the head. Passes of few rows are captured in CUDA gr
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -240,12 +241,14 @@ class PromptPass:
         """A graph of all layers over x, for any tiles of up to `rows` rows within the capacities, and the memory that it must keep."""
         kept, self._scratch = self._scratch, {}
         graph = torch.cuda.CUDAGraph()
+        gc.disable()  # an older graph that is collected while this one is captured would spoil it
         try:
             with torch.cuda.graph(graph):
                 for index in range(len(self.layers)):
                     self.layer(x, rows, index, tiles)
             return graph, self._scratch
         finally:
+            gc.enable()
             self._scratch = kept
 
 

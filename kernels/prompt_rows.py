@@ -21,7 +21,7 @@ from kernels.intrinsics import (
     load_128_if,
     load_f32x4_if,
     load_shared_f32,
-    pack_half2,
+    pack_finite_half2,
     quotient,
     reciprocal,
     remainder,
@@ -47,7 +47,7 @@ def octet_of(words: Any) -> list[Any]:
 
 def words_of(values: Any) -> list[Any]:
     """Words of halves of twice as many floats."""
-    return [pack_half2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return [pack_finite_half2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 # --- norm ------------------------------------------------------------------------------------------

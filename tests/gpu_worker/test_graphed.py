@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from gpu_worker.fused_model import spec_of
 from scheduler.messages import Run
+from scripts.make_toy_artifact import toy_config
 from tests.gpu_worker.engine_helpers import DEVICE, collect, make_engine, make_run, random_prompt
 
 ASKS: list[dict[str, Any]] = [
@@ -86,6 +88,19 @@ def test_guesses_start_when_they_pay(shared: Path, speculation: str) -> None:
     ]
     plain, ahead = both(shared, "pre", runs_of(asks), max_speculating=1)
     assert plain == ahead
+
+
+def test_rows_that_left_name_no_table_that_is_not_there(shared: Path) -> None:
+    """A draft's rows start at later loops: they leave at the last table while others run on beside them."""
+    how = {"speculation": "tree", "branches": 3, "draft_loops": 2, "draft_ahead": 1}
+    plain, ahead = both(shared, "pre", runs_of([{"loops": 8, "max_tokens": 30} | how]))
+    assert plain == ahead
+
+
+def test_fused_attention_is_told_of_alibi() -> None:
+    for pos in ("alibi", "rope"):
+        spec = spec_of(toy_config("pure", pos=pos), "fp16")
+        assert spec.attention.has_alibi == (pos == "alibi") and spec.is_rotary == (pos == "rope")
 
 
 def test_a_stop_token_and_a_tight_pool(shared: Path) -> None:
