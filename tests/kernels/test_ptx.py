@@ -17,7 +17,7 @@ def _check(*arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=1400,
     )
     if "skipped" in run.stdout:
         pytest.skip(run.stdout.strip())
@@ -32,5 +32,6 @@ def test_kernels_assemble_for_hopper(kernel: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_every_kernel_assembles_for_hopper() -> None:
     assert " 0 faults" in _check()
