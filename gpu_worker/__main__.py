@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,9 @@ def load(settings: Settings) -> Loaded:
     engine = Engine(artifact, options)
     load_check.check(engine)
     engine.model.warm_up(engine.limits.loops_default)
-    warm_up(engine)
+    longest = min(engine.options.prefill_chunk, engine.options.max_seq_len - 1)
+    lengths = [2**n for n in range(4, longest.bit_length())] if device == "cuda" else []
+    warm_up(engine, lengths)
     return Loaded(engine, device)
 
 
@@ -101,15 +103,20 @@ def _missing_for_cuda() -> str:
     return ""
 
 
-def warm_up(engine: EngineFace) -> None:
-    """Run a greedy and a sampled sequence: what compiles or allocates at first use does so while the worker is loading."""
+def warm_up(engine: EngineFace, lengths: Sequence[int] = ()) -> None:
+    """Run a greedy and a sampled sequence: what compiles or allocates at first use does so while the worker is loading.
+
+    `lengths`: of further prompts, one after the other, where kernels differ by the length of a pass.
+    """
+    loops = engine.limits.loops_default
     for sequence_id, temperature in enumerate((0.0, 1.0)):
-        params = Params(
-            engine.limits.loops_default, 2, temperature=temperature, top_p=0.9, logprobs=1
-        )
+        params = Params(loops, 2, temperature=temperature, top_p=0.9, logprobs=1)
         engine.add(Run(0, sequence_id, 0, Tokens((0, 0, 0)), Tokens(), 0, params))
-    while engine.has_work():
-        engine.step()
+    for length in (0, *lengths):
+        if length:
+            engine.add(Run(0, length, 0, Tokens((0,) * length), Tokens(), 0, Params(loops, 1)))
+        while engine.has_work():
+            engine.step()
     engine.reset()
 
 

@@ -2,7 +2,9 @@
 
     enter     tokens -> the prelude's output and the states before the first loop
     passes    so many core passes, each row one loop further each time
-    finish    norm, coda, head and the choice of tokens, from what `keep` put aside of each row
+    descend   as many core passes as the deepest row has; each row leaves at its own depth
+    finish    norm, coda, head and the choice of tokens, from the states that rows left with
+    step      all of this for rows of one depth
     segment   waves of guesses: some core passes, a word for every row, and what follows from the words (`kernels.wave`)
 
 A bucket has a fixed number of rows; those beyond the real ones belong to the cache's spare slot, as do rows that have left the loops. The
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _CHOICES = (torch.float32, torch.int64, torch.float64, torch.float32)  # see `kernels.cpu.choose`
 _COLUMNS = (
-    "tokens", "sources", "home", "slots", "tables", "positions", "places", "windows", "row_map", "map_base",
+    "tokens", "sources", "home", "slots", "tables", "positions", "places", "windows", "row_map", "map_base", "depths",
 )  # fmt: skip
 
 
@@ -121,6 +123,7 @@ class DecodeGraphs:
             by_name[name][:count] = getattr(rows, name)
         by_name["home"][:count] = rows.slots
         by_name["tables"][:count] = self._cache.num_extra_tables + rows.first_loop - 1
+        by_name["depths"][:count] = rows.last_loop - rows.first_loop + 1
         if sources is not None:
             by_name["sources"][:count] = sources
         self._put(torch.from_numpy(columns), self._columns)
@@ -128,7 +131,7 @@ class DecodeGraphs:
             self._put(torch.from_numpy(rows.maps), self._maps[: len(rows.maps)])
         self._cache.block_tables  # noqa: B018 (brings the device's tables up to date)
 
-    def keep(self, rows: slice | Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """These rows leave the loops with their present states: whatever runs on in their place writes to the spare slot."""
         self.final[rows] = self.states[rows]
         self._by_name["slots"][rows] = self._cache.spare_slot
@@ -159,12 +162,16 @@ class DecodeGraphs:
         for source, target in zip(settings, self._settings, strict=True):
             self._put(source, target[: len(source)])
 
+    def descend(self, count: int, num_passes: int) -> None:
+        """Core passes of the first `count` rows until each has run its own number of them, `num_passes` at most."""
+        self._run("descend", self.bucket(count), num_passes)
+
     def finish(self, count: int) -> None:
         """Coda and head of the first `count` rows, and a token for each."""
         self._run("finish", self.bucket(count), 0)
 
     def step(self, count: int, num_passes: int) -> None:
-        """`enter`, `passes` and `finish` as one."""
+        """`enter`, `passes` and `finish` as one, for rows of one depth."""
         self._run("step", self.bucket(count), num_passes)
 
     def start_waves(self, states: Tensor) -> None:
@@ -249,6 +256,19 @@ class DecodeGraphs:
                 self._by_name["tables"][:bucket] += 1
             self.states[:bucket].copy_(states)
 
+        def descend() -> None:
+            one_pass = self._stretch("passes", bucket, 1)
+            depths, slots, tables = (self._by_name[name][:bucket] for name in ("depths", "slots", "tables"))  # fmt: skip
+            for num_done in range(1, num_passes + 1):
+                one_pass()
+                is_last = depths == num_done
+                states, final = self.states[:bucket], self.final[:bucket]
+                final.copy_(torch.where(is_last.view(-1, 1), states, final))
+                slots.masked_fill_(is_last, self._cache.spare_slot)
+                tables.masked_fill_(
+                    is_last, 0
+                )  # counted on by what follows, and it must name one that there is
+
         def finish() -> None:
             y = self._model.leave(self.final[:bucket], self._paging_at(bucket), self._cache)
             self.logits[:bucket].copy_(self._model.logits(y))
@@ -260,7 +280,9 @@ class DecodeGraphs:
             self.final[:bucket].copy_(self.states[:bucket])
             finish()
 
-        return {"enter": enter, "passes": passes, "finish": finish, "step": step}[kind]
+        return {
+            "enter": enter, "passes": passes, "descend": descend, "finish": finish, "step": step,
+        }[kind]  # fmt: skip
 
     def _segment(self, bucket: int, num_rows: int, num_passes: int) -> Callable[[], None]:
         passes = self._stretch("passes", bucket, num_passes)

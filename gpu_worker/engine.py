@@ -97,7 +97,8 @@ class Engine:
             self.model.bind(self.cache, max(BUCKETS))
             if not keeps_inputs or is_absorbed(config):
                 self._plain = PlainDecode(self.model)
-                self._waves = Waves(self.model, self.cache)
+                has_chains = self.options.max_speculating == 0
+                self._waves = Waves(self.model, self.cache, has_chains=has_chains)
         self._bytes_per_token = self.cache.bytes_per_token(
             config.loop.default, self.options.max_seq_len
         )
@@ -382,7 +383,8 @@ class Engine:
     @torch.inference_mode()
     def _ride(self, waves: Waves) -> bool:
         """Lets all that runs go on in waves that need no host, where it can; whether it did."""
-        can_carry = self._is_guessing and waves.can_carry(self._running)
+        is_few = len(self._running) <= self.options.max_waves
+        can_carry = is_few and waves.can_carry(self._running)
         if can_carry and waves.can_go_on(self._running):
             waves.launch()
             self._take_segments(waves.land())

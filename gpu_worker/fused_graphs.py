@@ -65,6 +65,7 @@ class FusedGraphs(DecodeGraphs):
         self._row_info = torch.zeros(self.max_rows, 2, dtype=torch.int32, device=device)
         self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
+        self._leave = step.leave(spec.d_model)
         self._written = self._block_tables  # where the rows' own K and V go
         self._packed = self._pack(tensors)
         compile_ahead(*self._kernels(), runtime.library().build_dir)
@@ -108,7 +109,7 @@ class FusedGraphs(DecodeGraphs):
         positions[:count] = rows.positions
         self._put(torch.from_numpy(positions), self._by_name["positions"])
 
-    def keep(self, rows: slice | Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         super().keep(rows)
         self._by_name["positions"][rows] = -1
 
@@ -133,6 +134,15 @@ class FusedGraphs(DecodeGraphs):
             self._passes(part, num_passes, "0.norm1")
             self._row_info[:bucket, 1] += num_passes
 
+        def descend() -> None:
+            depths, positions = self._by_name["depths"], self._by_name["positions"]
+            self._begin(part, self.states, num_passes, "0.norm1", depths=depths)
+            for loop in range(num_passes):
+                self._pass(part, loop, "0.norm1")
+                launch(
+                    self._leave, (bucket, 1), self.states, self.final, depths, positions, loop + 1
+                )
+
         def finish() -> None:
             read()
             self._choose(bucket)
@@ -149,7 +159,7 @@ class FusedGraphs(DecodeGraphs):
             self._head(part)
 
         return {
-            "enter": enter, "passes": passes, "finish": finish, "step": whole, "read": read,
+            "enter": enter, "passes": passes, "descend": descend, "finish": finish, "step": whole, "read": read,
         }[kind]  # fmt: skip
 
     def _segment(self, bucket: int, num_rows: int, num_passes: int) -> Callable[[], None]:
@@ -177,13 +187,13 @@ class FusedGraphs(DecodeGraphs):
         return self.logits[: len(states)]
 
     def _begin(
-        self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True
-    ) -> None:
+        self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True, depths: Tensor | None = None
+    ) -> None:  # fmt: skip
         packed = self._packed
         launch(
             part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
             packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, self._written,
-            part.slots, self._angles, self._rope, packed[gain], part.normed, num_passes, self._cache.num_tables,
+            part.slots, self._angles, self._rope, packed[gain], part.normed, depths, num_passes, self._cache.num_tables,
             self._cache.max_blocks, self._embed_scale, is_overlapped=False,
         )  # fmt: skip
 
@@ -194,12 +204,14 @@ class FusedGraphs(DecodeGraphs):
         )  # fmt: skip
 
     def _passes(self, part: Bucket, num_passes: int, last_gain: str) -> None:
-        spec = self._spec
         for loop in range(num_passes):
-            for layer in range(spec.layers):
-                is_last = (loop, layer) == (num_passes - 1, spec.layers - 1)
-                following = f"{layer + 1}.norm1" if layer + 1 < spec.layers else "0.norm1"
-                self._layer(part, loop, layer, last_gain if is_last else following)
+            self._pass(part, loop, last_gain if loop == num_passes - 1 else "0.norm1")
+
+    def _pass(self, part: Bucket, loop: int, last_gain: str) -> None:
+        """One pass; what it leaves is for the reader with the gain `last_gain`."""
+        for layer in range(self._spec.layers):
+            is_last = layer == self._spec.layers - 1
+            self._layer(part, loop, layer, last_gain if is_last else f"{layer + 1}.norm1")
 
     def _layer(self, part: Bucket, loop: int, layer: int, following: str) -> None:
         """One layer's kernels; the last writes what the reader with the gain `following` wants."""

@@ -35,7 +35,7 @@ class GraphedModel(Model):
         if graphs is None or self.device.type != "cuda":
             return
         for bucket in graphs.buckets:
-            for kind, count in (("step", loops), ("enter", 0), ("passes", 1), ("finish", 0)):
+            for kind, count in (("step", loops), ("enter", 0), ("passes", 1), ("descend", loops), ("finish", 0)):  # fmt: skip
                 graphs.captured(kind, bucket, count)
 
     def trunk(
@@ -75,24 +75,24 @@ class GraphedModel(Model):
     ) -> Tensor:
         """The states (n, d) after each row's last pass."""
         live, done = len(part), 0
+        if after_pass is None:
+            graphs.descend(live, int(num_passes[0]))
+            return graphs.final[:live].clone()
         is_alive = np.ones(live, dtype=np.bool_)
         while live:
-            count = 1 if after_pass else int(num_passes[live - 1]) - done
-            before = graphs.states[:live].clone() if after_pass else None
-            graphs.passes(live, count)
-            done += count
-            if after_pass is not None and before is not None:
-                at = np.flatnonzero(is_alive[:live])
-                states = graphs.states[:live][self.on_device(at)]
-                loops = part.first_loop[at] + done - 1
-                leaves = after_pass(order[at], loops, before[self.on_device(at)], states)
-                if leaves is not None and leaves.any():
-                    is_alive[at[leaves]] = False
-                    graphs.keep(self.on_device(at[leaves]))
+            before = graphs.states[:live].clone()
+            graphs.passes(live, 1)
+            done += 1
+            at = np.flatnonzero(is_alive[:live])
+            states = graphs.states[:live][self.on_device(at)]
+            loops = part.first_loop[at] + done - 1
+            leaves = after_pass(order[at], loops, before[self.on_device(at)], states)
             stays = is_alive & (num_passes > done)
+            if leaves is not None:
+                stays[at[leaves]] = False
             left = np.flatnonzero(is_alive & ~stays)
             if len(left):
-                graphs.keep(self.on_device(left) if after_pass else slice(int(left[0]), live))
+                graphs.keep(self.on_device(left))
             is_alive = stays
             live = int(np.flatnonzero(stays).max(initial=-1)) + 1
         return graphs.final[: len(part)].clone()

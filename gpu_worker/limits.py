@@ -33,6 +33,9 @@ from scheduler.messages import MAX_BRANCHES, MAX_DRAFT_AHEAD, Params, Run, Worke
 MEMORY_SHARE = 0.25  # of the free memory of a host, for the KV pool when its size is not given
 WEIGHT_COPIES = 3  # on a GPU, at most: in the orders of several kernels
 DEVICE_SHARE = 0.85  # of what a GPU has free beside the weights; the rest is for activations
+# Running sequences up to which guesses pay, of the host's own and of the device's waves, by whether the device is the CPU. A step of guesses
+# that the host plans takes a GPU longer than plain steps, which it replays from one graph.
+MAX_SPECULATING = {True: (2, 2), False: (0, 8)}
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -40,8 +43,9 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 class EngineOptions:
     """How an engine runs; see the settings of the same names.
 
-    `num_blocks` 0: as many as memory and `max_rows` suggest. `max_speculating`: running sequences up to which guesses are made; with
-    more, their rows cost more than they bring (docs/speculation.md has the measurement). `is_graphed`: decode rows run in graphs of the device
+    `num_blocks` 0: as many as memory and `max_rows` suggest. `max_speculating`: running sequences up to which the host makes guesses; with
+    more, their rows cost more than they bring. `max_waves`: the same for waves that the device runs by itself. -1: what was measured of
+    the device (docs/speculation.md). `is_graphed`: decode rows run in graphs of the device
     and plain steps one ahead of the host; same tokens, for devices that graphs pay on.
     """
 
@@ -57,7 +61,8 @@ class EngineOptions:
     h_mode_fp16_attn_qkv: bool = False
     commit: str | None = None
     hf_home: str = ""
-    max_speculating: int = 2
+    max_speculating: int = -1
+    max_waves: int = -1
     is_graphed: bool = False
 
 
@@ -96,7 +101,14 @@ def resolve(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> E
             f"{_what_would_fit(config, options, budget)}",
             f"TINYLOOP_KV_BLOCKS up to {max(fitting, 0)}, or another TINYLOOP_KV_FORMAT",
         )
-    return replace(options, max_seq_len=max_seq_len, num_blocks=num_blocks)
+    by_host, by_device = MAX_SPECULATING[options.device == "cpu"]
+    return replace(
+        options,
+        max_seq_len=max_seq_len,
+        num_blocks=num_blocks,
+        max_speculating=by_host if options.max_speculating < 0 else options.max_speculating,
+        max_waves=by_device if options.max_waves < 0 else options.max_waves,
+    )
 
 
 def kv_mode(config: ModelConfig, options: EngineOptions) -> str:

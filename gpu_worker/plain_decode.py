@@ -61,7 +61,6 @@ class PlainDecode:
 
     def launch(self, works: Ordered[Work], before: Flight | None) -> Flight:
         """Puts one token of each work on the device; `before` is the flight that is still under way."""
-        works = sorted(works, key=lambda work: -work.sequence.params.loops)
         sequences = [work.sequence for work in works]
         at_row = {} if before is None else {id(s): r for r, s in enumerate(before.sequences)}
         sources = np.array([at_row[id(s)] if s.pending else -1 for s in sequences], dtype=np.int32)
@@ -70,21 +69,17 @@ class PlainDecode:
         graphs.load(rows, sources)
         graphs.set_choices(choices_of(self._model.ops, sequences))
         loops = rows.last_loop
-        if loops[0] == loops[-1] and not rows.has_init_seed.any():
-            graphs.step(count, int(loops[0]))
+        deepest = int(loops.max())
+        if deepest == loops.min() and not rows.has_init_seed.any():
+            graphs.step(count, deepest)
         else:
             graphs.enter(count)
             self._model.put_brought_states(graphs.states[:count], rows)
-            done = 0
-            for depth in sorted(set(loops.tolist())):
-                live = int((loops >= depth).sum())
-                graphs.passes(live, depth - done)
-                graphs.keep(slice(int((loops > depth).sum()), live))
-                done = depth
+            graphs.descend(count, deepest)
             graphs.finish(count)
         for sequence in sequences:
             sequence.pending += 1
-        return self._land(sequences, int(loops[0]))
+        return self._land(sequences, deepest)
 
     def _land(self, sequences: list[Sequence], core_passes: int) -> Flight:
         self._landings.append(self._landings.pop(0))

@@ -42,11 +42,15 @@ class Segment:
 
 
 class Waves:
-    """Runs waves of sequences of a model that is bound to its cache; the engine takes their tokens."""
+    """Runs waves of sequences of a model that is bound to its cache; the engine takes their tokens.
 
-    def __init__(self, model: GraphedModel, cache: KVCache) -> None:
+    `has_chains`: also of sequences that asked for chains of guesses, where the host's own chains do not pay.
+    """
+
+    def __init__(self, model: GraphedModel, cache: KVCache, *, has_chains: bool = False) -> None:
         assert model.graphs is not None, "a model without buffers"
         self._model, self._graphs, self._cache = model, model.graphs, cache
+        self._kinds = ("pipelined", "chain") if has_chains else ("pipelined",)
         self._is_able = self._graphs.has_segments and not (cache.is_folding or model.stays_in_block)
         self._records = self._graphs.waves.records.numpy()
         self._group: list[Sequence] = []
@@ -65,7 +69,7 @@ class Waves:
     def can_go_on(self, running: Ordered[Sequence]) -> bool:
         """Whether the waves under way are just those of `running`, and there are blocks for more segments."""
         is_same = [*map(id, self._group)] == [*map(id, running)]
-        return bool(self._flights) and is_same and self._find_blocks(running)
+        return is_same and self._find_blocks(running)
 
     def start(self, running: Ordered[Sequence]) -> bool:
         """Begins a wave at the last token of each of these sequences; False if there are no blocks to guess in."""
@@ -137,7 +141,7 @@ class Waves:
         """Whether a sequence asked for waves, has nothing to say between two tokens, and goes on with one token."""
         params, start = sequence.params, sequence.num_computed
         return (
-            params.speculation == "pipelined"
+            params.speculation in self._kinds
             and params.loops % params.draft_loops == 0
             and _rows_of(sequence) <= wave.MAX_ROWS
             and sequence.num_prompt <= start == sequence.num_known - 1

@@ -555,6 +555,11 @@ def fence_async() -> None:
     """Order this thread's ordinary accesses before its later bulk copies."""
 
 
+@op("", "", "fence.acq_rel.gpu;", memory=True)
+def fence_device() -> None:
+    """Order this thread's accesses before its later ones for every thread of the device."""
+
+
 @op("", "rr", "mbarrier.init.shared.b64 [$0], $1;", memory=True)
 def mbarrier_init(address: int, count: int) -> None:
     emulator.mbarrier_init(address, count)

@@ -1,4 +1,4 @@
-"""The ends of a decode step: look up embeddings and places at its start.
+"""The ends of a decode step: look up embeddings and places at its start, and let rows leave at their own depth.
 
 One block a row. What later kernels read about a row (its slot in each loop, its rotary angles) is gathered here
 once, so that they find it by one load.
@@ -14,6 +14,7 @@ from kernels.device_code import traced
 from kernels.fragments import ProductShape, pack_prescaled, packed_place
 from kernels.intrinsics import (
     block_x,
+    fence_device,
     fma,
     grid_dependency_launch,
     grid_dependency_wait,
@@ -86,15 +87,18 @@ def _make_begin(shape: StepShape) -> Any:
 
     def kernel(
         tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,
-        blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any,
+        blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any, depths: Any,
         num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any,
     ) -> None:  # fmt: skip
         row, thread = block_x(), thread_id()
         grid_dependency_launch()
         grid_dependency_wait()
         position = load_i32(positions + row * 4)
-        depth = load_i32(row_info + row * 8 + 4)
+        before = load_i32(row_info + row * 8 + 4)
         is_row = position >= 0
+        last = num_loops
+        if depths != 0:
+            last = load_i32(depths + row * 4)
         token = load_i32(tokens + row * 4)
         safe = position if is_row else 0
         # The whole warp goes round together: `embed` adds over lanes.
@@ -106,8 +110,8 @@ def _make_begin(shape: StepShape) -> Any:
             )  # fmt: skip
         for loop in range(thread, num_loops, _THREADS):
             slot = -1
-            if is_row:
-                table = (row * max_loops + depth + loop) * blocks_a_loop
+            if is_row and loop < last:
+                table = (row * max_loops + before + loop) * blocks_a_loop
                 if blocks_a_loop > 1:
                     table += position >> 6
                 slot = load_i32(blocks + table * 4) * 64 + (position & 63)
@@ -127,12 +131,45 @@ def begin_step(shape: StepShape) -> Variant:
     row_info int32 (rows, 2), [1] = the row's loop before this step; blocks int32 (rows, max_loops, blocks_a_loop)
     (with 1: the own block; else the table); slots int32 (num_loops, rows), written; rope_table float32
     (max_pos, angles, 2); rope float32 (rows, angles, 2), written; gain float32 (d,) of the norm that x meets first;
-    packed fp16 x times gain in the order of `target`, written; num_loops, max_loops, blocks_a_loop, scale.
+    packed fp16 x times gain in the order of `target`, written; depths int32 (rows,), after how many loops each row leaves, or
+    absent: none does; num_loops, max_loops, blocks_a_loop, scale.
     """
     return Variant(
         name="begin_passes" if shape.is_from_state else "begin_step",
         function=_make_begin(shape),
-        args="l" * 13 + "rrrf",
+        args="l" * 14 + "rrrf",
         num_threads=_THREADS,
         constants=(shape,),
+    )
+
+
+def _make_leave(d_model: int) -> Any:
+    pairs = d_model // 2
+
+    @traced()
+    def move(source: Any, target: Any, at: Any) -> None:
+        store_f32x2(target + wide(at) * 8, *load_f32x2(source + wide(at) * 8))
+
+    def kernel(x: Any, final: Any, depths: Any, positions: Any, num_done: Any) -> None:
+        row, thread = block_x(), thread_id()
+        # Nothing that follows may start before this has ended: attention reads positions without waiting.
+        grid_dependency_wait()
+        if load_i32(depths + row * 4) == num_done:
+            for pair in range(thread, pairs, _THREADS):
+                move(x, final, row * pairs + pair)
+            if thread == 0:
+                store_32(positions + row * 4, -1)
+                fence_device()
+
+    return kernel
+
+
+def leave(d_model: int) -> Variant:
+    """Rows whose depth is reached put their states aside and are no rows of the passes that follow.
+
+    Kernel arguments: x float32 (rows, d); final float32 (rows, d), written; depths int32 (rows,); positions int32 (rows,), written;
+    num_done, the loops that are done.
+    """
+    return Variant(
+        "leave", _make_leave(d_model), "llllr", num_threads=_THREADS, constants=(d_model,)
     )

@@ -96,6 +96,7 @@ def own_prompts(artifact: Artifact, length: int, count: int) -> list[list[int]]:
     return prompts
 
 
+@torch.inference_mode()
 def head_share(engine: Engine, rows: int, draft_loops: int) -> dict[str, float]:
     """Microseconds of the parts of a segment with that many rows on a GPU; `p` is what one costs beside its passes, in core passes."""
     assert isinstance(engine.model, GraphedModel) and engine.model.graphs is not None
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs; the time is their median")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     args = parser.parse_args()
+    if args.prompts < max(args.at_once):
+        parser.error(f"{max(args.at_once)} at once need as many prompts")
     artifact = load(args.artifact)
     if args.corpus.is_file():
         kind, prompts = "held-out", held_out(args.corpus, args.prompt_tokens, args.prompts)
@@ -163,6 +166,7 @@ def main() -> None:
         is_graphed=is_on_gpu,
         max_rows=max(args.at_once),
         max_speculating=max(args.at_once),
+        max_waves=max(args.at_once),
         max_seq_len=args.prompt_tokens + args.tokens + 64,
         prefill_chunk=max(args.at_once) * args.prompt_tokens,
     )

@@ -43,14 +43,28 @@ from kernels.layout import NUM_SINKS  # noqa: E402
 
 READ_TB_S = 4.43  # measured read bandwidth of an H200
 ROOT = Path(__file__).resolve().parents[1]
-_ENGINE = ["test_engine.py", "test_determinism.py", "test_speculative.py", "test_waves.py", "test_graphed.py", "test_exits.py",
-           "test_kv_modes.py", "test_engine_pressure.py", "test_rows.py", "test_gpu_engine.py"]  # fmt: skip
+# The engine's tests: those of one KV format, and those that say the same of each.
+_ENGINE = [
+    "test_engine.py",
+    "test_exits.py",
+    "test_kv_modes.py",
+    "test_graphed.py",
+    "test_gpu_engine.py",
+]
+_EACH_FORMAT = ["test_determinism.py", "test_speculative.py", "test_waves.py", "test_engine_pressure.py", "test_rows.py"]  # fmt: skip
 OTHERS = {
     "general": ["scripts/bench_dense.py"],
     "fragments": ["scripts/bench_fragments.py"],
     "absorbed": ["scripts/gpu_check_absorbed.py", "--shares"],
     "prompt": ["scripts/bench_prompt.py"],
-    "engine": ["-m", "pytest", "-q", *(f"tests/gpu_worker/{name}" for name in _ENGINE)],
+    "engine": [
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "8",
+        *(f"tests/gpu_worker/{name}" for name in _EACH_FORMAT),
+    ],
     "steps": ["scripts/bench_engine.py"],
 }
 

@@ -32,6 +32,7 @@ def make_engine(
         "max_rows": 8, "num_blocks": 400, "max_seq_len": 256, "prefill_chunk": 128, "device": DEVICE, "is_graphed": IS_GRAPHED,
         "kv_format": os.environ.get("TINYLOOP_TEST_KV_FORMAT", "fp32"),
         "build_dir": os.environ.get("TINYLOOP_TEST_BUILD_DIR", ""),
+        "max_speculating": 2, "max_waves": 2,
     } | options  # fmt: skip
     return Engine(artifact.load(path), EngineOptions(**options))
 

@@ -1,6 +1,8 @@
 """The engine on a GPU against the engine on the CPU: every architecture in every KV mode that it can use.
 
 Teacher-forced logits lie within the mode's tolerance, and the best token is the same wherever the CPU's margin is larger than that.
+A mode that cuts numbers moves logits by itself, and a number that lies between two codes may be cut the other way: such modes may
+differ by half of what they themselves change on the CPU.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from tests.gpu_worker.engine_helpers import collect, make_engine, make_run, rand
 
 pytestmark = pytest.mark.gpu
 
-# Of the logits' spread. fp16 products of the fused kernels and fp16 weights of attention move logits by 1e-3; a number that is
-# rounded the other way moves them by a step of its format.
-TOLERANCE = {"fp32": 2e-3, "fp16": 2e-2, "h": 2e-2, "int8": 5e-2, "int4": 3e-1, "h_int4": 3e-1}
+# Of the logits' spread. fp16 products of the fused kernels and fp16 weights of attention move logits by 1e-3.
+TOLERANCE = {"fp32": 2e-3}
+OF_HALVES = 2e-2
 LENGTH, NUM_TOKENS, LOOPS = 150, 24, 4
 
 
@@ -39,13 +41,17 @@ def test_logits_are_the_cpus_in_every_mode(shared: Path, variant: str) -> None:
 
 def compare(shared: Path, variant: str, kv_format: str, kv_share: str) -> None:
     how = {"kv_format": kv_format, "kv_share": kv_share}
+    on_cpu = {"device": "cpu", "is_graphed": False}
     gpu = make_engine(shared, variant, device="cuda", is_graphed=True, **how)
-    cpu = make_engine(shared, variant, device="cpu", is_graphed=False, **how)
+    cpu = make_engine(shared, variant, **on_cpu, **how)
     config = cpu.model.config
     prompt = random_prompt(random.Random(3), config.arch.vocab, LENGTH)
     loops = min(LOOPS, config.loop.hard_max)
     ours, theirs = (logits(engine, prompt, loops).cpu() for engine in (gpu, cpu))
-    allowed = TOLERANCE[kv_format] * float(theirs.std())
+    allowed = TOLERANCE.get(kv_format, OF_HALVES) * float(theirs.std())
+    if "int" in kv_format:
+        exact = logits(make_engine(shared, variant, **on_cpu, kv_format="fp32"), prompt, loops)
+        allowed = max(allowed, float((theirs - exact).abs().max()) / 2)
     error = float((ours - theirs).abs().max())
     assert error <= allowed, (kv_format, kv_share, error, allowed)
     best = theirs.topk(2).values

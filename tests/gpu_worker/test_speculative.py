@@ -78,7 +78,8 @@ class Toys:
         self, variant: str = "pre", calm: float = 0.3, overrides: Any = None, **options: Any
     ) -> Engine:
         options = {
-            "max_rows": 8, "num_blocks": 600, "max_seq_len": 256, "prefill_chunk": 64, "max_speculating": 8, **options
+            "max_rows": 8, "num_blocks": 600, "max_seq_len": 256, "prefill_chunk": 64, "max_speculating": 8, "max_waves": 8,
+            **options,
         }  # fmt: skip
         path = self.path(variant, calm, **(overrides or {}))
         return Engine(artifact.load(path), EngineOptions(**options))  # type: ignore[arg-type]

@@ -118,6 +118,35 @@ def test_cut_caches(toys: Toys, variant: str, kv_format: str) -> None:
         assert counted.engine.cache.copies.num_used == counted.engine.cache.pool.num_used == 0
 
 
+def test_a_device_that_is_ahead_of_the_host_goes_on_with_its_wave(toys: Toys) -> None:
+    """Where all queued segments have ended when the host looks, the wave is not begun anew: its guesses stay."""
+    run = make_run(1, random_prompt(random.Random(14), 512, 30), max_tokens=50, **WAVE)
+    expected = collect(Counted(toys).engine, [run])[1]
+    counted = Counted(toys)
+    riding = counted.engine._waves
+    assert riding is not None
+    riding.land = riding.land_all  # type: ignore[method-assign]
+    got = collect(counted.engine, [run])[1]
+    same(got, expected)
+    assert (got.rounds, got.accepted_tokens) == (expected.rounds, expected.accepted_tokens)
+
+
+def test_chains_go_on_as_waves_where_the_host_makes_no_guesses(toys: Toys) -> None:
+    rng = random.Random(15)
+    runs = [
+        make_run(i, random_prompt(rng, 512, 30), max_tokens=30, **WAVE | ask)
+        for i, ask in enumerate(
+            ({"speculation": "chain", "draft_ahead": 3}, {"speculation": "tree", "branches": 2})
+        )
+    ]
+    got, counted = check(toys, runs[:1], max_speculating=0)
+    assert counted.num_segments > 0 and got[0].accepted_tokens > 0
+    got, counted = check(toys, runs[1:], max_speculating=0)
+    assert counted.num_segments == 0 and got[1].drafted_tokens == 0
+    _, counted = check(toys, runs[:1], max_speculating=0, max_waves=0)
+    assert counted.num_segments == 0
+
+
 def test_the_books_are_those_of_waves_that_the_host_runs(toys: Toys) -> None:
     rng = random.Random(8)
     for calm in (0.02, 0.3, 1.0):
