@@ -173,3 +173,8 @@ def leave(d_model: int) -> Variant:
     return Variant(
         "leave", _make_leave(d_model), "llllr", num_threads=_THREADS, constants=(d_model,)
     )
+
+
+def variants() -> dict[str, Variant]:
+    """What needs no model's products to be made for."""
+    return {"leave": leave(1536)}
