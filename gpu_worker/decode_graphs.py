@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.mirror import Upload
+from gpu_worker.mirror import Inputs, Upload
 from gpu_worker.rows import Rows
 from kernels.layout import (
     BLOCK_SIZE,
@@ -76,9 +76,15 @@ class DecodeGraphs:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         n = self.max_rows
-        self._columns = ints(len(_COLUMNS), n)
+        settings = model.ops.pack_choices(
+            *(torch.zeros(n, dtype=kind) for kind in _CHOICES), torch.zeros(n, 2)
+        )
+        columns = dict.fromkeys(_COLUMNS, (torch.int32, (n,)))
+        choices = {str(i): (part.dtype, tuple(part.shape)) for i, part in enumerate(settings)}
+        self._inputs = Inputs([columns | {"row_info": (torch.int32, (n, 2))}, choices], device)
+        self._by_name = {name: self._inputs.on_device[name] for name in _COLUMNS}
+        self._settings = [self._inputs.on_device[name] for name in choices]
         self._maps = ints(n, BLOCK_SIZE)
-        self._by_name = dict(zip(_COLUMNS, self._columns, strict=True))
         self._stage_tables = ints(cache.num_tables, n) + torch.arange(
             cache.num_tables, dtype=torch.int32, device=device
         ).view(-1, 1)
@@ -88,10 +94,6 @@ class DecodeGraphs:
         self.final = torch.zeros(n, d, device=device)
         self.logits = torch.zeros(n, model.arch.vocab, device=device)
         self.chosen = ints(n)
-        settings = model.ops.pack_choices(
-            *(torch.zeros(n, dtype=kind) for kind in _CHOICES), torch.zeros(n, 2)
-        )
-        self._settings = [setting.to(device) for setting in settings]
         self._block_tables = cache.block_tables
         self.waves = WaveBuffers(
             ints(n, WAVE_WORDS), ints(n), torch.ones(n, dtype=torch.bool, device=device),
@@ -114,11 +116,11 @@ class DecodeGraphs:
             sources: for rows whose token was chosen on the device by the last `finish`, its row there; -1 for the others.
         """
         count = len(rows)
-        columns = np.zeros((len(_COLUMNS), self.max_rows), dtype=np.int32)
-        by_name = dict(zip(_COLUMNS, columns, strict=True))
-        by_name["sources"][:] = -1
+        by_name = {name: self._inputs.host[name].numpy() for name in _COLUMNS}
+        for column in by_name.values():
+            column[:] = 0
+        by_name["sources"][:] = by_name["row_map"][:] = -1
         by_name["slots"][:] = by_name["home"][:] = self._cache.spare_slot
-        by_name["row_map"][:] = -1
         for name in ("tokens", "slots", "positions", "places", "windows", "row_map", "map_base"):
             by_name[name][:count] = getattr(rows, name)
         by_name["home"][:count] = rows.slots
@@ -126,7 +128,7 @@ class DecodeGraphs:
         by_name["depths"][:count] = rows.last_loop - rows.first_loop + 1
         if sources is not None:
             by_name["sources"][:count] = sources
-        self._put(torch.from_numpy(columns), self._columns)
+        self._inputs.touch(0)
         if len(rows.maps):
             self._put(torch.from_numpy(rows.maps), self._maps[: len(rows.maps)])
         self._cache.block_tables  # noqa: B018 (brings the device's tables up to date)
@@ -159,8 +161,9 @@ class DecodeGraphs:
 
     def set_choices(self, settings: Sequence[Tensor]) -> None:
         """How the tokens of the first rows are chosen, as the kernels' `pack_choices` returns it."""
-        for source, target in zip(settings, self._settings, strict=True):
-            self._put(source, target[: len(source)])
+        for i, source in enumerate(settings):
+            self._inputs.host[str(i)][: len(source)] = source
+        self._inputs.touch(1)
 
     def descend(self, count: int, num_passes: int) -> None:
         """Core passes of the first `count` rows until each has run its own number of them, `num_passes` at most."""
@@ -192,6 +195,7 @@ class DecodeGraphs:
 
     def _play(self, how: tuple[str | int, ...], make: Callable[[], Callable[[], None]]) -> None:
         """Runs the stretch that `make` makes: as the graph `how`, captured at its first use, where there are graphs."""
+        self._inputs.upload()
         if not self._is_captured:
             make()()
             return
@@ -232,8 +236,8 @@ class DecodeGraphs:
         """The buffers that stretches write and later ones read."""
         waves = self.waves
         return [
-            self._columns, self.states, self.embedded, self.final, self.chosen, waves.states, waves.done, waves.is_new,
-            *self._settings,
+            *self._inputs.on_device.values(), self.states, self.embedded, self.final, self.chosen, waves.states, waves.done,
+            waves.is_new,
         ]  # fmt: skip
 
     def _spare_all(self) -> None:
@@ -312,14 +316,11 @@ class DecodeGraphs:
     def _take_tokens(self, bucket: int) -> Tensor:
         """The rows' tokens, those filled in that the last `finish` chose."""
         sources, tokens = self._by_name["sources"][:bucket], self._by_name["tokens"][:bucket]
-        chosen = self.chosen[sources.clamp(min=0)]
-        tokens.copy_(torch.where(sources >= 0, chosen, tokens))
-        return tokens
+        return torch.where(sources >= 0, self.chosen[sources], tokens)
 
     def _choose(self, bucket: int) -> None:
         settings = [setting[:bucket] for setting in self._settings]
-        tokens = self._model.ops.choose_packed(self.logits[:bucket], settings)
-        self.chosen[:bucket].copy_(tokens)
+        self._model.ops.choose_packed(self.logits[:bucket], settings, self.chosen[:bucket])
 
     def _paging_at(self, bucket: int) -> Callable[[int], Paging]:
         return lambda table: self._paging(bucket, self._by_name["home"], self._stage_tables[table])

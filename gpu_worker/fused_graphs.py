@@ -62,7 +62,7 @@ class FusedGraphs(DecodeGraphs):
         self._spec = spec
         self._angles, self._slopes, self._embed_scale = angles, slopes, embed_scale
         device = model.device
-        self._row_info = torch.zeros(self.max_rows, 2, dtype=torch.int32, device=device)
+        self._row_info = self._inputs.on_device["row_info"]
         self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
         self._leave = step.leave(spec.d_model)
@@ -99,22 +99,20 @@ class FusedGraphs(DecodeGraphs):
     def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
         super().load(rows, sources)
         count = len(rows)
-        info = np.zeros((self.max_rows, 2), dtype=np.int32)
+        info = self._inputs.host["row_info"].numpy()
+        info[:] = 0
         first_table = self._cache.num_extra_tables + rows.first_loop - 1
         in_tables = (rows.slots - np.arange(count)) * self._cache.num_tables + first_table
         info[:count, 0] = _num_stable(rows)
         info[:count, 1] = in_tables
-        self._put(torch.from_numpy(info), self._row_info)
-        positions = np.full(self.max_rows, -1, dtype=np.int32)  # of rows that there are not
-        positions[:count] = rows.positions
-        self._put(torch.from_numpy(positions), self._by_name["positions"])
+        self._inputs.host["positions"][count:] = -1  # rows that there are not
 
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)
         self._by_name["positions"][rows] = -1
 
     def _changed(self) -> list[Tensor]:
-        return [*super()._changed(), self._row_info, self._squares]
+        return [*super()._changed(), self._squares]
 
     def _spare_all(self) -> None:
         super()._spare_all()
@@ -126,7 +124,6 @@ class FusedGraphs(DecodeGraphs):
         part = self._by_bucket[bucket]
 
         def enter() -> None:
-            self._take_tokens(bucket)
             self._begin(part, self.states, 0, "0.norm1", is_from_state=False)
 
         def passes() -> None:
@@ -148,7 +145,6 @@ class FusedGraphs(DecodeGraphs):
             self._choose(bucket)
 
         def whole() -> None:
-            self._take_tokens(bucket)
             self._begin(part, self.states, num_passes, "0.norm1", is_from_state=False)
             self._passes(part, num_passes, "norm")
             self._head(part)
@@ -193,8 +189,8 @@ class FusedGraphs(DecodeGraphs):
         launch(
             part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
             packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, self._written,
-            part.slots, self._angles, self._rope, packed[gain], part.normed, depths, num_passes, self._cache.num_tables,
-            self._cache.max_blocks, self._embed_scale, is_overlapped=False,
+            part.slots, self._angles, self._rope, packed[gain], part.normed, depths, self._by_name["sources"], self.chosen,
+            num_passes, self._cache.num_tables, self._cache.max_blocks, self._embed_scale, is_overlapped=False,
         )  # fmt: skip
 
     def _head(self, part: Bucket) -> None:

@@ -1,9 +1,12 @@
-"""An integer table that the host changes and the device reads: the host's array is the truth, `tensor` follows it.
+"""What the host changes and the device reads: tables, and the inputs of a step. The host's memory is the truth, the device's follows it.
 
-On the CPU both are the same memory. On a GPU a changed table goes over in one copy, on the current stream, before the next pass.
+On a GPU what has changed goes over in one copy, on the current stream, before the next pass.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 
 
 class Mirror:
-    """A table of int32, filled with -1.
+    """A table of int32, filled with -1; on the CPU `host` and `tensor` are the same memory.
 
     Args:
         shape: of the table.
@@ -60,3 +63,56 @@ class Upload:
         staged.copy_(source)
         target.copy_(staged, non_blocking=True)
         self._copied.record()
+
+
+class Inputs:
+    """Small tensors that the host fills in before a step, one behind the other in memory, so that one copy takes them all over.
+
+    Args:
+        groups: fields by name (dtype, shape) in groups; a copy takes the groups that have changed, and what lies between them.
+        device: that of the kernels that read them.
+
+    Attributes:
+        host: the fields as the host fills them in; whoever does so calls `touch`.
+        on_device: the same as the kernels see them, who may change them until the next `upload` of their group.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, tuple[torch.dtype, tuple[int, ...]]]],
+        device: torch.device,
+    ) -> None:
+        places, ends, size = {}, [0], 0
+        for group in groups:
+            for name, (dtype, shape) in group.items():
+                places[name] = size, dtype, shape
+                size += -(-math.prod(shape) * dtype.itemsize // 16) * 16
+            ends.append(size)
+        self._ends = ends
+        self._source = torch.zeros(size, dtype=torch.uint8)
+        self._target = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.host: dict[str, Tensor] = {}
+        self.on_device: dict[str, Tensor] = {}
+        for name, (at, dtype, shape) in places.items():
+            for fields, memory in ((self.host, self._source), (self.on_device, self._target)):
+                part = memory[at : at + math.prod(shape) * dtype.itemsize]
+                fields[name] = part.view(dtype).view(shape)
+        self._changed: set[int] = set()
+        self._uploads = [Upload() for _ in range(8)] if device.type == "cuda" else []
+
+    def touch(self, group: int) -> None:
+        """The host has filled in fields of that group."""
+        self._changed.add(group)
+
+    def upload(self) -> None:
+        """Brings what has changed to the device, for whatever is put on the stream next."""
+        if not self._changed:
+            return
+        part = slice(self._ends[min(self._changed)], self._ends[max(self._changed) + 1])
+        self._changed.clear()
+        source, target = self._source[part], self._target[part]
+        if self._uploads:
+            self._uploads.append(self._uploads.pop(0))
+            self._uploads[-1].copy(source, target)
+        else:
+            target.copy_(source)

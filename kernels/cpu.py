@@ -294,7 +294,9 @@ def choose(
         top_p: fp64 (n,).
         keys: uint32 (n, 2), the low and high halves of the noise key of (seed, position).
     """
-    return choose_packed(logits, pack_choices(temperature, top_k, top_p, min_p, keys))
+    tokens = torch.empty(len(logits), dtype=torch.int32)
+    choose_packed(logits, pack_choices(temperature, top_k, top_p, min_p, keys), tokens)
+    return tokens.long()
 
 
 def pack_choices(
@@ -304,15 +306,13 @@ def pack_choices(
     return temperature, top_k, top_p, min_p, keys.to(torch.uint32)
 
 
-def choose_packed(logits: Tensor, settings: Sequence[Tensor]) -> Tensor:
-    """`choose` with settings that are packed, and on the device of the logits."""
+def choose_packed(logits: Tensor, settings: Sequence[Tensor], tokens: Tensor) -> None:
+    """`choose` into int32 `tokens` (n,), with settings that are packed, and on the device of the logits."""
     temperature, top_k, top_p, min_p, keys = settings
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
     split(
         cpu_sampling.choose, logits.shape[0], logits.numpy(), temperature.numpy(), top_k.numpy(), top_p.numpy(), min_p.numpy(),
         keys.numpy(), tokens.numpy(),
     )  # fmt: skip
-    return tokens
 
 
 def log_probabilities(

@@ -7,11 +7,13 @@ chunk. Nothing here waits for the device. Without a GPU the same functions take 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kernels import cuda_attention, cuda_fragments, sampling
+from kernels.compiler import Variant
 from kernels.cuda_attention import read_inputs, store_inputs
 from kernels.cuda_dense import (
     activate,
@@ -36,7 +38,6 @@ __all__ = [
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Cache = PagedCache | CutCache | FragmentCache
 
-_CHOOSE = sampling.choose("choose", is_shaped=False)
 _LOG_PROBABILITIES = sampling.log_probabilities("log_probabilities")
 
 
@@ -74,14 +75,21 @@ def choose(
 ) -> Tensor:
     """One token per row of logits (n, vocab), int64 (n,) on their device; see `kernels.cpu.choose`. The settings are in host memory."""
     packed = pack_choices(temperature, top_k, top_p, min_p, keys)
-    return choose_packed(logits, [part.to(logits.device) for part in packed])
-
-
-def choose_packed(logits: Tensor, settings: Sequence[Tensor]) -> Tensor:
-    """`choose` with settings that are packed, and on the device of the logits."""
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    launch(_CHOOSE, (len(logits), 1), logits, None, None, *settings, tokens, logits.shape[1])
+    choose_packed(logits, [part.to(logits.device) for part in packed], tokens)
     return tokens.long()
+
+
+def choose_packed(logits: Tensor, settings: Sequence[Tensor], tokens: Tensor) -> None:
+    """`choose` into int32 `tokens` (n,), with settings that are packed, and on the device of the logits."""
+    variant = _chooser(logits.shape[1])
+    grid = len(logits) * variant.cluster, 1
+    launch(variant, grid, logits, None, None, *settings, tokens)
+
+
+@cache
+def _chooser(vocab: int) -> Variant:
+    return sampling.choose("choose", vocab, is_shaped=False)
 
 
 def log_probabilities(

@@ -452,6 +452,17 @@ def store_async_f32x4(address: int, a: float, b: float, c: float, d: float, barr
     emulator.store_async(address, struct.pack("<4f", a, b, c, d), barrier)
 
 
+@op(
+    "",
+    "rlr",
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [$0], $1, [$2];",
+    memory=True,
+)
+def store_async_64(address: int, value: int, barrier: int) -> None:
+    """Store into a block of the cluster and tell its memory barrier of 8 bytes."""
+    emulator.store_async(address, (value & (2**64 - 1)).to_bytes(8, "little"), barrier)
+
+
 @op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
 def load_shared_f32x4(address: int) -> Four:
     return _floats(emulator.read_shared(address, 16))  # type: ignore[return-value]
@@ -861,6 +872,11 @@ def warp_max(value: int) -> int:
 @op("r", "r", "redux.sync.min.u32 $0, $1, 0xffffffff;", volatile=True)
 def warp_min(value: int) -> int:
     return min(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value))
+
+
+@op("r", "r", "redux.sync.add.u32 $0, $1, 0xffffffff;", volatile=True)
+def warp_sum(value: int) -> int:
+    return sum(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value)) & 0xFFFFFFFF
 
 
 @op("r", "r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", volatile=True)

@@ -87,7 +87,7 @@ def _make_begin(shape: StepShape) -> Any:
 
     def kernel(
         tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,
-        blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any, depths: Any,
+        blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any, depths: Any, sources: Any, chosen: Any,
         num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any,
     ) -> None:  # fmt: skip
         row, thread = block_x(), thread_id()
@@ -100,6 +100,10 @@ def _make_begin(shape: StepShape) -> Any:
         if depths != 0:
             last = load_i32(depths + row * 4)
         token = load_i32(tokens + row * 4)
+        if sources != 0:
+            source = load_i32(sources + row * 4)
+            if source >= 0:
+                token = load_i32(chosen + source * 4)
         safe = position if is_row else 0
         # The whole warp goes round together: `embed` adds over lanes.
         for first in range(0, pairs, _THREADS):
@@ -132,12 +136,13 @@ def begin_step(shape: StepShape) -> Variant:
     (with 1: the own block; else the table); slots int32 (num_loops, rows), written; rope_table float32
     (max_pos, angles, 2); rope float32 (rows, angles, 2), written; gain float32 (d,) of the norm that x meets first;
     packed fp16 x times gain in the order of `target`, written; depths int32 (rows,), after how many loops each row leaves, or
-    absent: none does; num_loops, max_loops, blocks_a_loop, scale.
+    absent: none does; sources int32 (rows,), absent or for rows with a source >= 0 where in `chosen` (int32) their token stands;
+    num_loops, max_loops, blocks_a_loop, scale.
     """
     return Variant(
         name="begin_passes" if shape.is_from_state else "begin_step",
         function=_make_begin(shape),
-        args="l" * 14 + "rrrf",
+        args="l" * 16 + "rrrf",
         num_threads=_THREADS,
         constants=(shape,),
     )

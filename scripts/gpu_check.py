@@ -328,14 +328,14 @@ def check_sampling(report: Report, library: Library, vocab: int) -> None:
     keys = torch.randint(0, 1 << 32, (rows, 2))
     want = reference.choose(logits, temperature, top_k, top_p, min_p, keys).tolist()
     stream = torch.cuda.current_stream().cuda_stream
-    chooser = library.get(sampling.choose("choose", is_shaped=False))
+    variant = sampling.choose("choose", vocab, is_shaped=False)
+    chooser = library.get(variant)
 
     def choose(some: Tensor, settings: list[Tensor], tokens: Tensor) -> None:
         addresses = [t.data_ptr() for t in settings]
-        args = (some.data_ptr(), 0, 0, *addresses, tokens.data_ptr(), vocab)
-        chooser.launch(
-            (len(some), 1), args, torch.cuda.current_stream().cuda_stream, is_overlapped=False
-        )
+        args = (some.data_ptr(), 0, 0, *addresses, tokens.data_ptr())
+        stream = torch.cuda.current_stream().cuda_stream
+        chooser.launch((len(some) * variant.cluster, 1), args, stream, is_overlapped=False)
 
     packed = [
         t.cuda() for t in sampling.pack_settings(temperature, top_k, top_p.double(), min_p, keys)

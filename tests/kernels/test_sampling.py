@@ -29,8 +29,9 @@ def _run(variant: Variant, rows: int, *args: object) -> None:
         else:
             flat.append(arg)
     emulator.run(
-        variant.function, (rows, 1), variant.num_threads, flat, shared_bytes=variant.shared_bytes
-    )
+        variant.function, (rows * variant.cluster, 1), variant.num_threads, flat, cluster=variant.cluster,
+        shared_bytes=variant.shared_bytes,
+    )  # fmt: skip
 
 
 CASES = [
@@ -44,8 +45,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("cluster", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("has_ties", [False, True])
-def test_choose_follows_the_order_of_the_design(has_ties: bool) -> None:
+def test_choose_follows_the_order_of_the_design(has_ties: bool, cluster: int) -> None:
     torch.manual_seed(int(has_ties))
     rows = len(CASES)
     logits = torch.randn(rows, VOCAB) * 3
@@ -56,7 +58,8 @@ def test_choose_follows_the_order_of_the_design(has_ties: bool) -> None:
     want = reference.choose(logits, temperature, top_k, top_p, min_p, keys)
     tokens = torch.full((rows,), -1, dtype=torch.int32)
     packed = sampling.pack_settings(temperature, top_k, top_p.double(), min_p, keys)
-    _run(sampling.choose("t", is_shaped=False), rows, logits, 0, 0, *packed, tokens, VOCAB)
+    variant = sampling.choose("t", VOCAB, is_shaped=False, cluster=cluster)
+    _run(variant, rows, logits, 0, 0, *packed, tokens)
     assert tokens.tolist() == want.tolist()
 
 
@@ -74,11 +77,11 @@ def test_penalties_and_bias_come_first() -> None:
     )  # fmt: skip
     # 3: 8 / 1.25 - 0.5 - 1.5 = 4.4; 4: 7 / 1.25 = 5.6; 6: 6.5
     tokens = torch.full((1,), -1, dtype=torch.int32)
-    variant = sampling.choose("t", is_shaped=True)
-    _run(variant, 1, logits, counts, bias, *settings, tokens, VOCAB)
+    variant = sampling.choose("t", VOCAB, is_shaped=True)
+    _run(variant, 1, logits, counts, bias, *settings, tokens)
     assert tokens.tolist() == [6]
     bias[0, 6] = -10
-    _run(variant, 1, logits, counts, bias, *settings, tokens, VOCAB)
+    _run(variant, 1, logits, counts, bias, *settings, tokens)
     assert tokens.tolist() == [4]
 
 

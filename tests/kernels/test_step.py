@@ -27,8 +27,8 @@ def test_a_row_has_places_up_to_its_depth() -> None:
     for given in (depths, None):
         launch(
             begin, (ROWS, 1), ints(*[0] * ROWS), None, None, x, torch.zeros(ROWS, D // 16), positions,
-            torch.zeros(ROWS, 2, dtype=torch.int32), tables, slots, None, None, torch.ones(D), packed, given, LOOPS,
-            LOOPS, BLOCKS, 1.0,
+            torch.zeros(ROWS, 2, dtype=torch.int32), tables, slots, None, None, torch.ones(D), packed, given, None,
+            None, LOOPS, LOOPS, BLOCKS, 1.0,
         )  # fmt: skip
         for row, position in enumerate(positions.tolist()):
             last = LOOPS if given is None else int(given[row])
