@@ -65,6 +65,7 @@ OTHERS = {
         "8",
         *(f"tests/gpu_worker/{name}" for name in _EACH_FORMAT),
     ],
+    "stack": ["-m", "pytest", "-q", "tests/integration/test_kill_roles.py"],
     "steps": ["scripts/bench_engine.py"],
 }
 

@@ -76,7 +76,7 @@ class Stack:
             "OMP_NUM_THREADS": "1",
             "HOST": "127.0.0.1",
             "PORT": str(self.port),
-            "TINYLOOP_DEVICE": "cpu",
+            "TINYLOOP_DEVICE": os.environ.get("TINYLOOP_TEST_DEVICE", "cpu"),
             "TINYLOOP_RUN_DIR": str(self._dir / "run"),
             "TINYLOOP_WORKERS": str(num_workers),
             "TINYLOOP_WEB_PROCESSES": str(num_web),
