@@ -17,7 +17,6 @@ import torch
 from tokenizers import Tokenizer
 
 from gpu_worker.artifact_errors import ArtifactError
-from gpu_worker.model_card import model_card
 from gpu_worker.model_config import FORMAT, ModelConfig, parse_json
 from gpu_worker.quantise import dequantise_rows, quantise_rows, row_scales
 from gpu_worker.safetensors_file import (
@@ -38,7 +37,7 @@ from gpu_worker.tensor_table import (
     storage_dtype,
 )
 
-__all__ = ["Artifact", "ArtifactError", "ModelConfig", "load", "model_card", "write"]
+__all__ = ["Artifact", "ArtifactError", "ModelConfig", "load", "write"]
 
 DIGEST_PLACE = (
     "0" * 64

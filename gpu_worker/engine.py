@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker import limits, sampler, speculative
-from gpu_worker.artifact import Artifact, model_card
+from gpu_worker.artifact import Artifact
 from gpu_worker.batch import Batch, Work
 from gpu_worker.decode_graphs import BUCKETS
 from gpu_worker.drawing import Drawing, draw
@@ -27,6 +27,7 @@ from gpu_worker.kv_cache import KVCache
 from gpu_worker.kv_sizes import is_absorbed
 from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
+from gpu_worker.model_card import model_card
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.plain_decode import Flight, PlainDecode
 from gpu_worker.prefixes import PrefixStore

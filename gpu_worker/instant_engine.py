@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from gpu_worker.artifact import Artifact, model_card
+from gpu_worker.artifact import Artifact
+from gpu_worker.model_card import model_card
 from scheduler.messages import (
     BLOCK_SIZE,
     HeldPrefix,

@@ -19,8 +19,8 @@ from torch import Tensor
 from kernels import prompt_rows
 from kernels.compiler import Variant
 from kernels.layout import FragmentCache
-from kernels.prompt_attention import TILE_ROWS, PromptAttentionShape, prompt_attention
-from kernels.prompt_gather import GatherShape, cache_arguments, gather
+from kernels.prompt_attention import TILE_ROWS, prompt_attention
+from kernels.prompt_gather import cache_arguments, gather
 from kernels.prompt_products import (
     CANDIDATES,
     Product,
@@ -29,6 +29,7 @@ from kernels.prompt_products import (
     multiply,
     pieces,
 )
+from kernels.prompt_shapes import GatherShape, PromptAttentionShape
 from kernels.prompt_split import SplitShape, commit_tiles, split_qkv
 from kernels.prompt_tiles import PromptTiles
 from kernels.runtime import launch

@@ -13,7 +13,6 @@ While a warpgroup turns scores into weights, the matrix unit adds its weighted v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kernels.compiler import Variant
@@ -52,6 +51,7 @@ from kernels.prompt_attention_parts import (
     pack_weights,
     start,
 )
+from kernels.prompt_shapes import PromptAttentionShape
 from kernels.warpgroup import (
     descriptor,
     make_added_product,
@@ -69,26 +69,6 @@ TILE_FIELDS = 12
 _TILE_BYTES = 4 * TILE_FIELDS
 _STAGE_BARS = 32  # bytes of a stage's barriers: K is there, V is there, K is used, V is used
 _USER_REGISTERS, _BRINGER_REGISTERS = 240, 24  # of a thread, together as many as 3 x 128 x 168 hold
-
-
-@dataclass(frozen=True)
-class PromptAttentionShape:
-    """The model's side and the cache's kind, fp16 or int4; head_dim is a multiple of 32.
-
-    Without `has_windows` the tiles' windows must be 0.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    has_alibi: bool = False
-    has_windows: bool = False
-    kind: str = "fp16"
-
-    @property
-    def half_bytes(self) -> int:
-        """K or V of one block of one layer and kv head, as fp16."""
-        return 128 * self.head_dim
 
 
 def _make_products(shape: PromptAttentionShape) -> tuple[Any, Any, Any]:

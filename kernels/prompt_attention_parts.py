@@ -7,7 +7,7 @@ g and g + 8, of every 8 columns of a product 2t and 2t + 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.device_code import traced
 from kernels.intrinsics import (
@@ -26,9 +26,7 @@ from kernels.intrinsics import (
     wide,
 )
 from kernels.layout import NUM_SINKS
-
-if TYPE_CHECKING:
-    from kernels.prompt_attention import PromptAttentionShape
+from kernels.prompt_shapes import PromptAttentionShape
 
 LOG2E = 1.4426950408889634
 # The score of a masked key: finite, so that a row that has seen no key yet keeps finite numbers, which its first key wipes out.

@@ -6,7 +6,6 @@ in scratch memory, and 4-bit blocks back to fp16 with it. Numbers are moved or, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +27,7 @@ from kernels.intrinsics import (
 )
 from kernels.layout import FragmentCache
 from kernels.prompt_gather_stored import make_load_stored, make_put_sinks, make_restore
+from kernels.prompt_shapes import GatherShape
 from kernels.warpgroup import swizzled
 
 ITEM_FIELDS = 4  # int32 of a gathered block: slot, table, block, which of the following
@@ -37,25 +37,6 @@ STORED, EXACT, WRITTEN = (
     2,
 )  # brought from its stored form, from its exact copy, or written by `split_qkv` in this pass
 _THREADS = 128
-
-
-@dataclass(frozen=True)
-class GatherShape:
-    """One layer of a cache; head_dim is a multiple of 32."""
-
-    num_kv_heads: int
-    head_dim: int
-    kind: str = "fp16"
-
-    @property
-    def half_bytes(self) -> int:
-        """K or V of one block of one layer and kv head, as fp16."""
-        return 128 * self.head_dim
-
-    @property
-    def stored_bytes(self) -> int:
-        """K or V of one block of one layer and kv head, as stored."""
-        return 32 * self.head_dim + 256 if self.kind == "int4" else self.half_bytes
 
 
 # Each of the 128 threads of a block has one 16-byte unit of the fragment order in each of two neighbouring steps. Of K these are

@@ -6,7 +6,7 @@ that of an fp16 block, so that both take the same way from there. Straight-line 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.device_code import traced
 from kernels.intrinsics import (
@@ -22,10 +22,8 @@ from kernels.intrinsics import (
     sub_half2,
 )
 from kernels.layout import NUM_SINKS
+from kernels.prompt_shapes import GatherShape
 from kernels.warpgroup import swizzled
-
-if TYPE_CHECKING:
-    from kernels.prompt_gather import GatherShape
 
 _THOUSANDS = 0x64006400  # two halves of 1024: their low bits count ones
 _FIRST, _SECOND, _FIRSTS, _SECONDS = (

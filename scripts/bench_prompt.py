@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels import fragments, prompt_products, prompt_rows  # noqa: E402
 from kernels.layout import NUM_SINKS, FragmentCache  # noqa: E402
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec  # noqa: E402
-from kernels.prompt_attention import PromptAttentionShape, prompt_attention  # noqa: E402
-from kernels.prompt_gather import STORED, WRITTEN, GatherShape, cache_arguments, gather  # noqa: E402
+from kernels.prompt_attention import prompt_attention  # noqa: E402
+from kernels.prompt_gather import STORED, WRITTEN, cache_arguments, gather  # noqa: E402
+from kernels.prompt_shapes import GatherShape, PromptAttentionShape  # noqa: E402
 from kernels.prompt_split import split_qkv  # noqa: E402
 from kernels.prompt_tiles import PromptTiles, make_tiles  # noqa: E402
 from kernels.runtime import launch, set_build_dir  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from gpu_worker import artifact, gpt2_tokenizer
-from gpu_worker.artifact import model_card
+from gpu_worker.model_card import model_card
 from scripts.make_toy_artifact import make
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from kernels import fragments, prompt_products, prompt_rows, reference
 from kernels.layout import FragmentCache, PagedCache, Paging
 from kernels.prompt import PromptLayer, PromptPass, PromptSpec
-from kernels.prompt_attention import PromptAttentionShape, prompt_attention
-from kernels.prompt_gather import STORED, WRITTEN, GatherShape, cache_arguments, gather
+from kernels.prompt_attention import prompt_attention
+from kernels.prompt_gather import STORED, WRITTEN, cache_arguments, gather
+from kernels.prompt_shapes import GatherShape, PromptAttentionShape
 from kernels.prompt_split import SplitShape, commit_tiles, split_qkv
 from kernels.prompt_tiles import PromptTiles, make_tiles
 from kernels.runtime import launch
