@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from gpu_worker import artifact
 from gpu_worker.artifact_errors import CODES, ArtifactError
+from gpu_worker.model_card import model_card
 from gpu_worker.model_config import ModelConfig
 from gpu_worker.quantise import stored_values
 from gpu_worker.tensor_table import storage_dtype
@@ -176,19 +177,19 @@ def test_unknown_keys_that_start_with_x_are_ignored(toy: Path) -> None:
 
 
 def test_card_holds_what_a_frontend_needs(toy: Path, tmp_path: Path) -> None:
-    card = artifact.model_card(artifact.load(toy))
+    card = model_card(artifact.load(toy))
     assert card["tokenizer"] == toy_tokenizer() and "message.content" in card["chat_template"]
     assert (card["loops_default"], card["loops_trained"], card["loops_max"]) == (4, 4, 8)
     assert card["kv_bytes_per_token"]["fp16"] == (1 + 2 * 4 + 1) * 2 * 2 * 64
     assert card["kv_bytes_per_token"]["fp16+last_loop"] == (1 + 2 + 1) * 2 * 2 * 64
-    bare = artifact.model_card(artifact.load(make(tmp_path / "bare.tinyloop", tokenizer=False)))
+    bare = model_card(artifact.load(make(tmp_path / "bare.tinyloop", tokenizer=False)))
     assert (
         bare["tokenizer"] is None and bare["chat_template"] is None and bare["generation"] is None
     )
 
 
 def test_h_modes_are_refused_where_they_save_nothing(tmp_path: Path) -> None:
-    card = artifact.model_card(artifact.load(make(tmp_path / "gqa.tinyloop", variant="gqa")))
+    card = model_card(artifact.load(make(tmp_path / "gqa.tinyloop", variant="gqa")))
     assert "h" not in card["kv_bytes_per_token"] and "int4" in card["kv_bytes_per_token"]
 
 
