@@ -22,7 +22,11 @@ def check(engine: Engine) -> float | None:
     Raises:
         ArtifactError: TL015: this engine computes another model than was converted.
     """
-    return selfcheck.verify(engine.artifact, lambda tokens, loops: logits(engine, tokens, loops))
+    return selfcheck.verify(
+        engine.artifact,
+        lambda tokens, loops: logits(engine, tokens, loops),
+        engine.options.kv_format,
+    )
 
 
 @torch.inference_mode()

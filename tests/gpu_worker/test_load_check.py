@@ -11,14 +11,16 @@ from gpu_worker import artifact, load_check, naive
 from gpu_worker.artifact_errors import ArtifactError
 from gpu_worker.convert import convert
 from gpu_worker.engine import Engine, EngineOptions
+from gpu_worker.kv_sizes import FORMATS, unusable_reason
 from scripts.make_toy_artifact import VARIANTS, make
 from tests.gpu_worker.engine_helpers import collect, make_run
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 
 
-def engine_on(path: Path) -> Engine:
-    return Engine(artifact.load(path), EngineOptions(max_rows=4, num_blocks=200, max_seq_len=128))
+def engine_on(path: Path, kv_format: str = "fp32") -> Engine:
+    options = EngineOptions(max_rows=4, num_blocks=200, max_seq_len=128, kv_format=kv_format)
+    return Engine(artifact.load(path), options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -32,6 +34,15 @@ def test_every_kind_of_model_passes(tmp_path: Path, variant: str) -> None:
         engine.artifact.config, engine.artifact.tensors(dequantise=True), tokens, 1
     )
     torch.testing.assert_close(load_check.logits(engine, tokens, 1), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_model_passes_in_every_kv_format(tmp_path: Path, variant: str) -> None:
+    path = make(tmp_path / "a.tinyloop", variant=variant)
+    config = artifact.load(path).config
+    for kv_format in FORMATS:
+        if not unusable_reason(config, kv_format, "per_loop"):
+            assert load_check.check(engine_on(path, kv_format)) is not None, kv_format
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -73,8 +84,9 @@ def test_swapped_weights_are_caught_at_load(
         swapped,
         {"probe.json": good.blob("probe.json") or b""},
     )
-    with pytest.raises(ArtifactError, match="TL015"):
-        load_check.check(engine_on(tmp_path / "b.tinyloop"))
+    for kv_format in ("fp32", "fp16"):
+        with pytest.raises(ArtifactError, match="TL015"):
+            load_check.check(engine_on(tmp_path / "b.tinyloop", kv_format))
 
 
 def test_the_engine_serves_as_before_after_it(tmp_path: Path) -> None:
