@@ -98,6 +98,7 @@ class Stack:
             if self._wait:
                 self.wait_ready()
         except BaseException:
+            print(self.logs())  # pytest shows it with the failure
             self.stop()
             raise
         return self
