@@ -36,26 +36,26 @@ class AbsorbedDecode(FusedGraphs):
 
     def _pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(self._cache.paged, CutCache)
-        self._inputs = self._cache.paged
+        self._cut = self._cache.paged
         size = max(self._cache.spare_slot + 1, self.max_rows), self._cache.num_tables
         self._own = torch.zeros(size, dtype=torch.int32, device=self._model.device)
-        weights = AbsorbedWeights(self._spec, self._inputs.kind, tensors)
+        weights = AbsorbedWeights(self._spec, self._cut.kind, tensors)
         self._shape = weights.shape
         return weights.others.packed | weights.packed
 
     def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
         super().load(rows, sources)
-        if self._inputs.kind == "int4":  # the rows of a sequence are all in one block
+        if self._cut.kind == "int4":  # the rows of a sequence are all in one block
             own = np.full(self._own.shape, -1, dtype=np.int32)
             own[rows.slots] = self._cache.host_copy_tables[rows.slots, :, rows.places // BLOCK_SIZE]
             self._put(torch.from_numpy(own), self._own)
 
     def _kernels(self) -> tuple[Callable[..., dict[str, Variant]], list[tuple[Any, ...]]]:
-        return kernels_of, [(self._spec, self._inputs.kind, rows) for rows in self.buckets]
+        return kernels_of, [(self._spec, self._cut.kind, rows) for rows in self.buckets]
 
     def _make_bucket(self, rows: int) -> Bucket:
         spec, device = self._spec, self._model.device
-        variants, grids, attend = step_kernels(spec, self._inputs.kind, rows)
+        variants, grids, attend = step_kernels(spec, self._cut.kind, rows)
         bucket = AbsorbedBucket(spec, rows, variants, grids, "pos" in self._packed, device)
         halves = {"dtype": torch.half, "device": device}
         bucket.queries = torch.zeros(rows, self._shape.query_bytes // 2, **halves)
@@ -65,7 +65,7 @@ class AbsorbedDecode(FusedGraphs):
 
     def _attend(self, part: Bucket, loop: int, layer: int) -> None:
         assert isinstance(part, AbsorbedBucket)
-        packed, variants, grids, inputs = self._packed, part.variants, part.grids, self._inputs
+        packed, variants, grids, inputs = self._packed, part.variants, part.grids, self._cut
         cache: list[Tensor | int] = []
         for pool in (inputs.values, inputs.scales, inputs.exact_values, inputs.sink_values):
             cache += [layer_of(pool, layer), pool.stride(0) * pool.element_size()]

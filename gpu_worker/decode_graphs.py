@@ -99,7 +99,7 @@ class DecodeGraphs:
             ints(n, WAVE_WORDS), ints(n), torch.ones(n, dtype=torch.bool, device=device),
             torch.zeros(NUM_RECORDS, n, RECORD_WORDS, dtype=torch.int32, pin_memory=self._is_captured),
         )  # fmt: skip
-        self._graphs: dict[tuple[str | int, ...], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[str, int, int, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._uploads: dict[torch.dtype, list[Upload]] = {}
 
@@ -186,32 +186,29 @@ class DecodeGraphs:
     def segment(self, num_waves: int, num_rows: int, num_passes: int) -> None:
         """That many core passes of waves of `num_rows` rows each, then a word for every row and what follows from the words."""
         bucket = self.bucket(num_waves * num_rows)
-        how = "segment", bucket, num_passes, num_rows
-        self._play(how, lambda: self._segment(bucket, num_rows, num_passes))
+        self._run("segment", bucket, num_passes, num_rows)
 
-    def _run(self, kind: str, bucket: int, num_passes: int) -> None:
-        how = kind, bucket, num_passes
-        self._play(how, lambda: self._stretch(kind, bucket, num_passes))
-
-    def _play(self, how: tuple[str | int, ...], make: Callable[[], Callable[[], None]]) -> None:
-        """Runs the stretch that `make` makes: as the graph `how`, captured at its first use, where there are graphs."""
+    def _run(self, kind: str, bucket: int, num_passes: int, num_rows: int = 0) -> None:
+        """Runs a stretch, as a graph where there are graphs."""
         self._inputs.upload()
-        if not self._is_captured:
-            make()()
-            return
-        self._graph(how, make).replay()
+        if self._is_captured:
+            self.captured(kind, bucket, num_passes, num_rows).replay()
+        else:
+            self._make(kind, bucket, num_passes, num_rows)()
 
-    def captured(self, kind: str, bucket: int, num_passes: int) -> torch.cuda.CUDAGraph:
-        """The graph of a stretch, which need not have run."""
-        how = kind, bucket, num_passes
-        return self._graph(how, lambda: self._stretch(kind, bucket, num_passes))
-
-    def _graph(
-        self, how: tuple[str | int, ...], make: Callable[[], Callable[[], None]]
+    def captured(
+        self, kind: str, bucket: int, num_passes: int, num_rows: int = 0
     ) -> torch.cuda.CUDAGraph:
+        """The graph of a stretch, captured if that has not been done; `num_rows` of each wave, for segments."""
+        how = kind, bucket, num_passes, num_rows
         if how not in self._graphs:
-            self._graphs[how] = self._capture(make())
+            self._graphs[how] = self._capture(self._make(*how))
         return self._graphs[how]
+
+    def _make(self, kind: str, bucket: int, num_passes: int, num_rows: int) -> Callable[[], None]:
+        if kind == "segment":
+            return self._segment(bucket, num_rows, num_passes)
+        return self._stretch(kind, bucket, num_passes)
 
     def _capture(self, stretch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Captures a stretch, after a run on spare rows that loads its kernels; the buffers are left as they were."""

@@ -30,13 +30,17 @@ class GraphedModel(Model):
         self.graphs = DecodeGraphs(self, cache, max_rows)
 
     def warm_up(self, loops: int) -> None:
-        """Captures what plain steps at that depth and all others use, so that no request waits for it."""
+        """Captures what steps at that depth use, waves of one sequence included; the rest is captured at its first use."""
         graphs = self.graphs
         if graphs is None or self.device.type != "cuda":
             return
         for bucket in graphs.buckets:
             for kind, count in (("step", loops), ("enter", 0), ("passes", 1), ("descend", loops), ("finish", 0)):  # fmt: skip
                 graphs.captured(kind, bucket, count)
+        for draft_loops in (1, 2):
+            num_rows = 1 << (loops // draft_loops - 1).bit_length()
+            if graphs.has_segments and loops % draft_loops == 0 and num_rows <= graphs.max_rows:
+                graphs.captured("segment", graphs.bucket(num_rows), draft_loops, num_rows)
 
     def trunk(
         self, rows: Rows, cache: KVCache, after_pass: AfterPass | None = None

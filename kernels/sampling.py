@@ -312,7 +312,7 @@ def _make_choose(is_shaped: bool, vocab: int, cluster: int) -> Any:
         )
         ahead, equal = (total, other) if lane & 1 == 0 else (other, total)
         each = weight_of(prefix, is_mass, top)
-        low, high = 0, vocab - 1
+        low, high = 0, last if same(prefix, floor) else vocab - 1
         if ahead + (equal - 1) * each < target:
             low = high
         while low < high:

@@ -205,9 +205,10 @@ Once = Callable[[str, int, dict[str, Any], Times, Any], Awaitable[Any]]
 
 
 def measure_http(
-    url: str, load: Load, num_streams: int, once: Once, limit_s: float = float("inf")
-) -> Figures:
-    """`num_streams` closed loops of `num_rounds` requests each, or as many as `limit_s` allows."""
+    url: str, load: Load, num_streams: int, once: Once, limit_s: float = float("inf"),
+    begins: Callable[[], None] = lambda: None,
+) -> Figures:  # fmt: skip
+    """`num_streams` closed loops of `num_rounds` requests each, or as many as `limit_s` allows; `begins` is called after warming up."""
     at = urlsplit(url)
     host, port = at.hostname or "127.0.0.1", at.port or 80
 
@@ -232,6 +233,7 @@ def measure_http(
         warm = [body_of(s, load.num_rounds, WARM_TOKENS) for s in range(num_streams)]
         await asyncio.gather(*(once(host, port, body, Times(), None) for body in warm))
         times = Times()
+        begins()
         began = time.perf_counter()
         await asyncio.gather(*(one_stream(s, times, began + limit_s) for s in range(num_streams)))
         times.wall_s = time.perf_counter() - began
@@ -255,6 +257,10 @@ class CpuShares:
             "worker": [psutil.Process(stack.pids("worker-0")[0])],
             "load": [psutil.Process()],
         }
+        self.begin()
+
+    def begin(self) -> None:
+        """Counts from now on."""
         self._began_at, self._began = time.perf_counter(), self._used()
 
     def _used(self) -> dict[str, float]:
@@ -278,7 +284,7 @@ def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]
         for num_streams in streams:
             alone = engine_in_a_process(stack.env, load, num_streams)
             shares = CpuShares(stack)
-            over_http = measure_http(stack.url, load, num_streams, stream_once)
+            over_http = measure_http(stack.url, load, num_streams, stream_once, begins=shares.begin)
             cpu = shares.since()
             over_http.engine_cpu_ms = 1000 * cpu["worker"] / over_http.tokens_per_s
             extras = {"of_engine": over_http.tokens_per_s / alone.tokens_per_s, "cpu": cpu}
@@ -290,7 +296,9 @@ def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]
         kinds: list[tuple[str, Once]] = [("whole", whole_once), ("streamed", stream_once)]
         for name, once in kinds:
             shares = CpuShares(stack)
-            figures = measure_http(stack.url, instant, INSTANT_CONNECTIONS, once, INSTANT_S)
+            figures = measure_http(
+                stack.url, instant, INSTANT_CONNECTIONS, once, INSTANT_S, shares.begin
+            )
             extras = {"cpu": shares.since()}
             rows.append(row(f"instant worker, {name}", INSTANT_CONNECTIONS, figures) | extras)
     return rows

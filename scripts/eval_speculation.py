@@ -148,6 +148,9 @@ def main() -> None:
     parser.add_argument(
         "--at-once", nargs="+", type=int, default=[1], help="prompts that run together (1)"
     )
+    parser.add_argument(
+        "--by-host", action="store_true", help="on a GPU too the host's own chains and trees"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="runs; the time is their median")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     args = parser.parse_args()
@@ -165,7 +168,7 @@ def main() -> None:
         build_dir=args.build_dir,
         is_graphed=is_on_gpu,
         max_rows=max(args.at_once),
-        max_speculating=max(args.at_once),
+        max_speculating=0 if is_on_gpu and not args.by_host else max(args.at_once),
         max_waves=max(args.at_once),
         max_seq_len=args.prompt_tokens + args.tokens + 64,
         prefill_chunk=max(args.at_once) * args.prompt_tokens,

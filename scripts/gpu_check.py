@@ -44,28 +44,17 @@ from kernels.layout import NUM_SINKS  # noqa: E402
 READ_TB_S = 4.43  # measured read bandwidth of an H200
 ROOT = Path(__file__).resolve().parents[1]
 # The engine's tests: those of one KV format, and those that say the same of each.
-_ENGINE = [
-    "test_engine.py",
-    "test_exits.py",
-    "test_kv_modes.py",
-    "test_graphed.py",
-    "test_gpu_engine.py",
-]
+_ENGINE = ["test_engine.py", "test_exits.py", "test_kv_modes.py", "test_graphed.py", "test_gpu_engine.py"]  # fmt: skip
 _EACH_FORMAT = ["test_determinism.py", "test_speculative.py", "test_waves.py", "test_engine_pressure.py", "test_rows.py"]  # fmt: skip
+_PYTEST = ["-m", "pytest", "-q", "-n", "8"]
 OTHERS = {
     "general": ["scripts/bench_dense.py"],
     "fragments": ["scripts/bench_fragments.py"],
     "absorbed": ["scripts/gpu_check_absorbed.py", "--shares"],
     "prompt": ["scripts/bench_prompt.py"],
-    "engine": [
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "8",
-        *(f"tests/gpu_worker/{name}" for name in _EACH_FORMAT),
-    ],
-    "stack": ["-m", "pytest", "-q", "tests/integration/test_kill_roles.py"],
+    "engine": [*_PYTEST, *(f"tests/gpu_worker/{name}" for name in _ENGINE)],
+    "formats": [*_PYTEST, *(f"tests/gpu_worker/{name}" for name in _EACH_FORMAT)],
+    "stack": [*_PYTEST, "tests/integration/test_kill_roles.py"],
     "steps": ["scripts/bench_engine.py"],
 }
 
@@ -400,9 +389,9 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
 
 
 def run_others(report: Report, only: list[str], build_dir: Path) -> None:
-    """The subjects that have scripts or tests of their own; `engine` once for each of three KV formats."""
+    """The subjects that have scripts or tests of their own; `formats` once for each of four KV formats."""
     for name in [subject for subject in OTHERS if subject in only]:
-        for kv_format in ("fp32", "fp16", "int4") if name == "engine" else ("",):
+        for kv_format in ("fp32", "fp16", "int4", "h_int4") if name == "formats" else ("",):
             env = os.environ | {
                 "TINYLOOP_TEST_DEVICE": "cuda",
                 "TINYLOOP_TEST_KV_FORMAT": kv_format or "fp32",
