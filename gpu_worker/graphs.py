@@ -20,9 +20,8 @@ from kernels.compiler import Variant
 from kernels.fragments import ProductShape
 from kernels.launch import Library
 from kernels.linear import CLUSTERS, HeadShape, Launch
-from kernels.linear_wide import WideLaunch
+from kernels.linear_wide_parts import SHARED_BLOCK_BYTES, WideLaunch
 
-_BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
 _SHARE_BYTES = 109 * 1024  # of those, weights
 _SM_BYTES = 227 * 1024  # the most that one block can have
 _RESIDENT = {
@@ -90,7 +89,7 @@ def launches_to_try(
     names = ("qkv", "o", "gate_up", "down")
     if tiles > 1:
         gate_up = replace(wide_launch(shapes["gate_up"], tiles), warps=4)
-        return {"gate_up over 4 x 2 warps": {"gate_up": gate_up}} if tiles == 8 else {}
+        return {"gate_up with two tiles a warp": {"gate_up": gate_up}} if tiles == 8 else {}
     found: dict[str, dict[str, Launch | WideLaunch | AttentionLaunch]] = {
         "head by streams": {"head": wide_head(shapes["head"], tiles)}
     }
@@ -127,19 +126,34 @@ def few_launch(shape: ProductShape) -> Launch:
 
 def wide_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
     """The launch for more rows: one wave of blocks, each with room beside it for the next kernel's."""
-    steps = 4 if shape.k_steps % 4 == 0 else 2
+    if fragments.is_for_warpgroups(column_tiles):
+        return _warpgroup_launch(shape, column_tiles)
+    steps = next(steps for steps in (8, 4, 2) if shape.k_steps % steps == 0)
     parts = WideLaunch(shape, 1, 1, 1, column_tiles, 1, steps).parts
     most = _RESIDENT.get(parts, CLUSTERS)
-    if column_tiles == 8:
-        # With so much to do, smaller blocks pay even where two share a multiprocessor.
-        most += most // 10
     # Every part of K finishes as much of a block's outputs as any other.
     sizes = [t for t in (2, 4, 6, 8) if t * column_tiles % parts == 0]
     tiles = next((t for t in sizes if -(-shape.n // (16 * t)) <= most), 8)
-    num_warps = 8 if column_tiles == 8 and parts > 2 else 4
-    warps, column_warps = _wide_warps(tiles, column_tiles, parts, num_warps)
+    warps, column_warps = _wide_warps(tiles, column_tiles, parts, 4)
     launch = WideLaunch(shape, tiles, warps, column_warps, column_tiles, 1, steps)
-    return _deepest(launch, _BLOCK_BYTES)
+    return _deepest(launch, SHARED_BLOCK_BYTES)
+
+
+def _warpgroup_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
+    """The same by warpgroups, as was measured: a deep ring pays more than room for the next kernel's, but for long K and small blocks."""
+    parts = WideLaunch(shape, 4, 4, 1, column_tiles, 1, 2).parts
+    most = _RESIDENT.get(parts, CLUSTERS)
+    # With so much to do, smaller blocks pay even where two share a multiprocessor.
+    tiles = 4 if -(-shape.n // 64) <= most + most // 10 else 8
+    whole = WideLaunch(shape, tiles, tiles, 1, column_tiles, 1, shape.k_steps)
+    if parts == 2 and whole.clusters <= most:
+        launch = _deepest(whole, _SM_BYTES)
+        if launch.stages == launch.block_steps and launch.shared_bytes <= _SM_BYTES:
+            return launch
+        return _deepest(replace(whole, steps=4 if shape.k_steps % 4 == 0 else 2), _SM_BYTES)
+    steps = [n for n in range(2, shape.k_steps // 2 + 1, 2) if shape.k_steps % n == 0] or [2]
+    launches = [_deepest(replace(whole, steps=n), SHARED_BLOCK_BYTES) for n in steps]
+    return [launch for launch in launches if launch.stages > 2 or launch.steps == 2][-1]
 
 
 def _wide_warps(tiles: int, column_tiles: int, parts: int, num_warps: int) -> tuple[int, int]:

@@ -18,7 +18,14 @@ from kernels.absorbed import CHAINS, AbsorbedLaunch, AbsorbedShape
 from kernels.absorbed_parts import GROUP, QUERY_FACTORS, join_factors, join_halves
 from kernels.compiler import Variant
 from kernels.device_code import device_function, traced
-from kernels.fragments import RANKS, ProductShape, pack_weight, packed_place, plain_rows
+from kernels.fragments import (
+    RANKS,
+    ProductShape,
+    is_for_warpgroups,
+    pack_weight,
+    packed_place,
+    plain_rows,
+)
 from kernels.intrinsics import (
     block_x,
     block_y,
@@ -44,6 +51,7 @@ from kernels.intrinsics import (
     load_f32x2_if,
     load_f32x4_if,
     load_i32,
+    load_matrices,
     load_shared_128,
     load_shared_f32,
     load_shared_f32x2,
@@ -77,6 +85,7 @@ from kernels.intrinsics import (
 )
 from kernels.layout import NUM_SINKS
 from kernels.linear_parts import add_chains, make_scales
+from kernels.warpgroup import swizzled
 
 _BARS = 32  # bytes: x has come, sums have come, q has come
 
@@ -165,15 +174,20 @@ def pack_fold(weight: torch.Tensor, shape: AbsorbedShape) -> torch.Tensor:
 # --- pieces ----------------------------------------------------------------------------------------
 
 
-def _make_multiply(num_pairs: int, column_tiles: int) -> Any:
+def _make_multiply(num_pairs: int, column_tiles: int, *, is_ordered: bool = False) -> Any:
+    """`is_ordered`: x has the order of warpgroups."""
+    load = load_matrices if is_ordered else load_shared_128
+
     @traced("f" * (4 * column_tiles))
-    def multiply(weights: Any, x: Any) -> Any:
+    def multiply(weights: Any, x: Any, lane: Any) -> Any:
         """acc[column tile][4] of one tile of 16 outputs over steps of 16 columns, taken in pairs."""
+        row = lane & 7
+        x += row * 64 + swizzled(lane >> 3, row) * 16 if is_ordered else lane * 16
         acc: list[Any] = [(0.0, 0.0, 0.0, 0.0)] * column_tiles
         for pair in range(num_pairs):
             a = [load_shared_128(weights + (2 * pair + step) * 512) for step in range(2)]
             for c in range(column_tiles):
-                b = load_shared_128(x + (pair * column_tiles + c) * 512)
+                b = load(x + (pair * column_tiles + c) * 512)
                 for step in range(2):
                     acc[c] = mma(*acc[c], *a[step], *b[2 * step : 2 * step + 2])
         return tuple(value for part in acc for value in part)
@@ -300,7 +314,8 @@ def _make_query(launch: ProductLaunch) -> Any:
     bars_at = scales_at + columns * 4
     warp_bars_at = bars_at + _BARS
     num_squares = d // 16
-    multiply = _make_multiply(product.k_steps // 2, launch.column_tiles)
+    is_ordered = is_for_warpgroups(launch.column_tiles)
+    multiply = _make_multiply(product.k_steps // 2, launch.column_tiles, is_ordered=is_ordered)
     multiply_fold = _make_multiply(head_dim // 32, launch.column_tiles)
     send, collect, store, row_scales = (
         _make_send(launch), _make_collect(launch), _make_store(shape), make_scales(d, 1),
@@ -429,7 +444,7 @@ def _make_query(launch: ProductLaunch) -> Any:
             cluster_wait()
             if warp < tiles:
                 mbarrier_wait(weight_bar, 0)
-                acc = multiply(base + warp * tile_bytes + lane * 16, base + x_at + lane * 16)
+                acc = multiply(base + warp * tile_bytes + lane * 16, base + x_at, lane)
                 send(acc, base + sums_at, warp, rank, lane, rows, sums_bar)
             sync_block()
             mbarrier_wait(sums_bar, 0)
@@ -446,7 +461,7 @@ def _make_query(launch: ProductLaunch) -> Any:
             if warp < groups:
                 mbarrier_wait(weight_bar + 8, 0)
                 folded = multiply_fold(
-                    base + fold_at + warp * fold_bytes + lane * 16, base + q_at + lane * 16
+                    base + fold_at + warp * fold_bytes + lane * 16, base + q_at, lane
                 )
                 finish(folded, queries, head, rank * groups + warp, first_row, rows, lane)
         else:
@@ -581,7 +596,7 @@ def _make_values(launch: ProductLaunch, slots: int, target: ProductShape) -> Any
         cluster_wait()
         if warp < tiles:
             mbarrier_wait(weight_bar, 0)
-            acc = multiply(base + warp * tile_bytes + lane * 16, base + x_at + lane * 16)
+            acc = multiply(base + warp * tile_bytes + lane * 16, base + x_at, lane)
             send(acc, base + sums_at, warp, rank, lane, rows, sums_bar)
         mbarrier_wait(sums_bar, 0)
         for i in range(warp * 4, (rows * tiles + ranks - 1) >> 3, num_warps * 4):

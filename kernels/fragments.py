@@ -17,9 +17,11 @@ import torch
 
 from kernels.device_code import traced
 from kernels.intrinsics import fmax, fmin, pack_half2, quotient, remainder
+from kernels.warpgroup import swizzled
 
 RANKS = 8  # blocks of a cluster, each with one eighth of K
 BLOCK = 64  # positions of a cache block
+WARPGROUP_TILES = 8  # column tiles from which products are those of warpgroups
 # What activations are multiplied by before they become fp16, so that a residual stream up to a million fits; exact.
 PRESCALE = 1 / 16
 
@@ -118,14 +120,23 @@ def qkv_rows(
 def packed_place(row: Any, column: Any, shape: ProductShape, column_tiles: int) -> Any:
     """Where fp16 activation (row, column) lies in the order in which `shape` reads it, in halves.
 
-    [chunk of 8 x column_tiles rows][rank][32 columns][column tile][lane][8]: one contiguous piece a block.
+    [chunk of 8 x column_tiles rows][rank][32 columns][column tile][row][16-byte unit][8]: one contiguous piece a block.
+    A unit holds what a lane of `mma.sync` needs of 32 columns or, for warpgroups, a quarter of what each of four lanes needs.
     """
     rows = 8 * column_tiles
     chunk, in_chunk = quotient(row, rows), remainder(row, rows)
     rank, in_slice = quotient(column, shape.k_slice), remainder(column, shape.k_slice)
     piece = (chunk * RANKS + rank) * (shape.k_slice // 32) + (in_slice >> 5)
-    lane = (in_chunk & 7) * 4 + ((in_slice >> 3) & 3)
-    return ((piece * column_tiles + (in_chunk >> 3)) * 32 + lane) * 8 + (in_slice & 7)
+    row8, lane, half = in_chunk & 7, (in_slice >> 3) & 3, in_slice & 7
+    unit, place = lane, half
+    if is_for_warpgroups(column_tiles):
+        unit, place = swizzled(half >> 1, row8), lane * 2 + (half & 1)
+    return ((piece * column_tiles + (in_chunk >> 3)) * 32 + row8 * 4 + unit) * 8 + place
+
+
+def is_for_warpgroups(column_tiles: int) -> bool:
+    """Whether products of 8 x column_tiles rows are those of warpgroups, which read x in an order of their own."""
+    return column_tiles >= WARPGROUP_TILES
 
 
 def packed_size(rows: int, shape: ProductShape, column_tiles: int) -> int:

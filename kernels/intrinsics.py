@@ -551,6 +551,17 @@ def cluster_wait() -> None:
     emulator.current().cluster_wait()
 
 
+@op("r", "r", "mov.u32 $0, $1;", volatile=True)
+def at_run_time(value: int) -> int:
+    """The same number, of which the compiler knows nothing: a loop of so many turns stays a loop."""
+    return value
+
+
+@op("", "", r".pragma \22nounroll\22;", volatile=True)
+def keep_loop() -> None:
+    """At the start of a loop's body: the assembler does not repeat it, so that its code stays small."""
+
+
 @op("", "", "griddepcontrol.launch_dependents;", memory=True)
 def grid_dependency_launch() -> None:
     """Let the next kernel of the stream start as soon as there is room beside this one."""
@@ -846,6 +857,11 @@ def mul_half2(a: int, b: int) -> int:
 def shuffle_xor_f32(value: float, mask: int) -> float:
     warp = emulator.current().warp
     return float(warp.exchange(value)[emulator.current().lane ^ mask])
+
+
+@op("r", "rr", "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)
+def shuffle_xor(value: int, mask: int) -> int:
+    return int(emulator.current().warp.exchange(value)[emulator.current().lane ^ mask])
 
 
 @op("r", "rr", "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", volatile=True)

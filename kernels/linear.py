@@ -56,7 +56,8 @@ from kernels.linear_parts import (
     make_store,
     scale_pair,
 )
-from kernels.linear_wide import WideLaunch, make_wide_kernel
+from kernels.linear_wide import make_wide_kernel
+from kernels.linear_wide_parts import SHARED_BLOCK_BYTES, WideLaunch
 
 # How the lanes that hold a tile's 8 pairs differ, here and in the wide kernel.
 PAIR_MASKS, WIDE_PAIR_MASKS = (1, 2, 4), (4, 8, 16)
@@ -339,6 +340,7 @@ def _variant(
             num_threads=32 * (launch.num_warps + 2),
             cluster=launch.parts,
             shared_bytes=launch.shared_bytes,
+            blocks_per_sm=1 if launch.shared_bytes > SHARED_BLOCK_BYTES else 2,
             constants=(launch, is_normed, *constants),
         )
     how = "_ring" if launch.rounds > 1 else ""
@@ -375,4 +377,5 @@ def gated_product(name: str, launch: Launch | WideLaunch, target: ProductShape) 
 
 def qkv_product(name: str, launch: Launch | WideLaunch, heads: HeadShape) -> Variant:
     """q, k, v = norm(x) W^T, turned; k and v go into the cache."""
-    return _variant(name, launch, True, make_qkv(heads), heads)
+    masks = PAIR_MASKS if isinstance(launch, Launch) else WIDE_PAIR_MASKS
+    return _variant(name, launch, True, make_qkv(heads, masks[0]), heads)

@@ -20,6 +20,7 @@ from kernels.fragments import (
 from kernels.intrinsics import (
     block_y,
     bulk_copy,
+    byte_permute,
     exp2,
     fence_async,
     fma,
@@ -45,6 +46,7 @@ from kernels.intrinsics import (
     select_int,
     select_wide,
     shared_base,
+    shuffle_xor,
     shuffle_xor_f32,
     store_16_if,
     store_32_if,
@@ -52,7 +54,6 @@ from kernels.intrinsics import (
     store_f32_if,
     store_f32x2_if,
     store_shared_f32_if,
-    sum_of_warp,
     thread_id,
     wide,
 )
@@ -154,11 +155,12 @@ def make_stage(launch: Launch) -> Any:
     return stage
 
 
-def make_scales(k: int, batch: int) -> Any:
-    """One warp: what the sums of `batch` rows (first, first + 1, ...) must be multiplied by: the RMS norm and PRESCALE.
+def make_scales(k: int, batch: int, apart: int = 8) -> Any:
+    """One warp: what the sums of `batch` rows (1, 2, 4, 8, 16 or 32) must be multiplied by: the RMS norm and PRESCALE.
 
-    `squares` are the sums of squares of a row's 16-column tiles (rows, k/16) float32; the factors go to
-    `table` (shared memory, float32, by row). Rows past `rows` give nothing.
+    The rows are first, first + 1, ..., eight together and the next eight `apart` from them. `squares` are the sums of squares of a
+    row's 16-column tiles (rows, k/16) float32; the factors go to `table` (shared memory, float32, by row). Rows past `rows` give nothing.
+    Lane i adds squares i, i + 32, ... of a row; then lanes add what those that differ by 1, 2, 4, 8, 16 have.
     """
     num_squares, inverse_k = k // 16, 1.0 / k
 
@@ -166,26 +168,41 @@ def make_scales(k: int, batch: int) -> Any:
     def scales(
         squares: Any, table: Any, first_row: Any, first: Any, rows: Any, eps: Any, lane: Any
     ) -> None:
-        loaded = [
-            [
+        totals = []
+        for i in range(batch):
+            row = first + (i >> 3) * apart + (i & 7)
+            parts = [
                 load_f32_if(
-                    squares + ((first_row + first + i) * num_squares + lane + j) * 4,
-                    less(first + i, rows) & less(lane + j, num_squares),
+                    squares + ((first_row + row) * num_squares + lane + j) * 4,
+                    less(row, rows) & less(lane + j, num_squares),
                 )
                 for j in range(0, num_squares, 32)
             ]
-            for i in range(batch)
-        ]
-        for i, parts in enumerate(loaded):
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            scale = rsqrt(fma(sum_of_warp(total), inverse_k, eps)) * (1 / PRESCALE)
-            store_shared_f32_if(
-                table + (first + i) * 4, scale, less(first + i, rows) & less(lane, 1)
-            )
+            totals.append(parts)
+        totals = [sum_of(parts) for parts in totals]
+        # While a lane has several rows it keeps half of them and gives the other half away.
+        mine: Any = 0
+        for bit in range(5):
+            half, is_second = len(totals) // 2, (lane >> bit) & 1
+            if half:
+                kept = [select(totals[half + i], totals[i], is_second) for i in range(half)]
+                given = [select(totals[i], totals[half + i], is_second) for i in range(half)]
+                mine = mine * 2 + is_second
+            else:
+                kept = given = totals
+            totals = [a + shuffle_xor_f32(b, 1 << bit) for a, b in zip(kept, given, strict=True)]
+        scale = rsqrt(fma(totals[0], inverse_k, eps)) * (1 / PRESCALE)
+        row = first + (mine >> 3) * apart + (mine & 7)
+        store_shared_f32_if(table + row * 4, scale, less(row, rows) & less(lane, batch))
 
     return scales
+
+
+def sum_of(values: list[Any]) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 @traced("ff")
@@ -280,9 +297,10 @@ def make_gated(d_ff: int, target: ProductShape, column_tiles: int) -> Any:
     return prepare, finish
 
 
-def make_qkv(heads: HeadShape) -> Any:
+def make_qkv(heads: HeadShape, neighbour: int) -> Any:
     """Turn q and k, scale q, write q (rows, n_heads, head_dim) fp16 and k, v into the cache.
 
+    `neighbour`: the lanes of pairs 2i and 2i + 1 differ by this bit; rotary halves change places, so that each stores two neighbours.
     e0 = q, e1 = cache + layer offset, e2 = slots (rows,) int32 (block * 64 + offset, -1: no row),
     e3 = (cos, sin) float32 (rows, head_dim/2, 2), e4 = bytes of a block over all layers.
     """
@@ -312,23 +330,22 @@ def make_qkv(heads: HeadShape) -> Any:
         factor = select(int_to_f32(1) * scale, int_to_f32(1), is_q)
         out_a = select(a, turned_a * factor, is_v)
         out_b = select(b, turned_b * factor, is_v)
-        if heads.is_half_pairing:
-            dim_a, dim_b = (
-                select_int(2 * pair, pair, is_v),
-                select_int(2 * pair + 1, pair + dim // 2, is_v),
-            )
-        else:
-            dim_a, dim_b = 2 * pair, 2 * pair + 1
-        kv_head = head - select_int(heads.n_heads + heads.n_kv_heads, heads.n_heads, is_v)
         position = slot & 63
+        kv_head = head - select_int(heads.n_heads + heads.n_kv_heads, heads.n_heads, is_v)
         block = e[1] + wide(slot >> 6) * e[4] + kv_head * heads.head_bytes
         packed = pack_finite_half2(out_a, out_b)
+        word, d = packed, 2 * pair
+        if heads.is_half_pairing:
+            odd = g & 1
+            other = shuffle_xor(packed, neighbour)
+            word = byte_permute(packed, other, select_int(0x3276, 0x5410, odd))
+            d = pair - odd + odd * (dim // 2)
         is_written = is_real & less(-1, slot)
-        for value, d in ((packed, dim_a), (packed >> 16, dim_b)):
-            q_address = e[0] + ((m * heads.n_heads + head) * dim + d) * 2
-            k_place = key_place(position, d, dim)
-            v_place = value_place(position, d) + 64 * dim
-            cached = block + select_int(v_place, k_place, is_v) * 2
-            store_16_if(select_wide(q_address, cached, is_q), value, is_written)
+        q_address = e[0] + ((m * heads.n_heads + head) * dim + d) * 2
+        cached = block + key_place(position, d, dim) * 2
+        store_32_if(select_wide(q_address, cached, is_q), word, is_written & (is_v ^ 1))
+        for odd in range(2):
+            cached = block + (value_place(position, 2 * pair + odd) + 64 * dim) * 2
+            store_16_if(cached, packed >> (16 * odd), is_written & is_v)
 
     return prepare, finish

@@ -130,21 +130,31 @@ def make_two_products(
 
 
 @cache
-def make_added_product(n: int, steps: int, matrix_bytes: int) -> Any:
-    """(out of n / 2, A, descriptor of B) -> out + A B^T, waited for."""
+def make_added_product(n: int, steps: int, matrix_bytes: int, tiles: int = 1) -> Any:
+    """(out of n / 2, A, descriptor of B) -> out + A B^T, waited for; of several tiles A, with an out each, first all outs, then all A."""
     sums = n // 2
-    chain = _chain(n, 0, 2 * sums, 2 * sums + 4 * steps, steps, matrix_bytes, True)
+    a, b = 2 * sums * tiles, (2 * sums + 4 * steps) * tiles
+    chains = [
+        _chain(n, sums * i, a + 4 * steps * i, b, steps, matrix_bytes, True) for i in range(tiles)
+    ]
 
     @op(
-        "f" * sums,
-        "f" * sums + "r" * (4 * steps) + "l",
-        _text(_FENCE, *chain, _COMMIT, "wgmma.wait_group.sync.aligned 0;"),
+        "f" * (sums * tiles),
+        "f" * (sums * tiles) + "r" * (4 * steps * tiles) + "l",
+        _text(_FENCE, *(line for chain in chains for line in chain), _COMMIT, "wgmma.wait_group.sync.aligned 0;"),
         memory=True,
-        tied=sums,
-    )
+        tied=sums * tiles,
+    )  # fmt: skip
     def added_product(*values: Any) -> Any:
-        more = _multiply(values[sums:-1], values[-1], n, steps, matrix_bytes)
-        return tuple(_f32(x + y) for x, y in zip(values[:sums], more, strict=True))
+        # rounded after each step, as the twin of `mma.sync` does it
+        whole: list[Any] = []
+        for i in range(tiles):
+            out = values[sums * i : sums * (i + 1)]
+            factors = values[sums * tiles + 4 * steps * i :][: 4 * steps]
+            for more in _multiply_steps(factors, values[-1], n, steps, matrix_bytes):
+                out = tuple(np.float32(x + y) for x, y in zip(out, more, strict=True))
+            whole += out
+        return tuple(whole)
 
     return added_product
 
@@ -172,28 +182,33 @@ def _multiply(
     a: Sequence[int], described: int, n: int, steps: int, matrix_bytes: int
 ) -> list[float]:
     """This thread's share of A B^T."""
+    parts = _multiply_steps(a, described, n, steps, matrix_bytes)
+    with np.errstate(invalid="ignore"):
+        return [_f32(x) for x in np.sum(parts, 0)]
+
+
+def _multiply_steps(
+    a: Sequence[int], described: int, n: int, steps: int, matrix_bytes: int
+) -> list[Any]:
+    """This thread's share of the product of each 16 columns, in float64."""
     thread = emulator.current()
     group = thread.block.warpgroups[thread.thread_id // 128]
 
     def make(fragments: list[Any]) -> Any:
-        b = _matrix(described, n, steps, matrix_bytes)
+        b = _matrix(described, n, steps, matrix_bytes).reshape(n, steps, 16)
         bits = np.array(fragments, dtype=np.int64).astype(np.uint32).view(np.float16)
         # (warp, g, t, step, high columns, high rows, half)
         parts = bits.reshape(4, 8, 4, steps, 2, 2, 2).astype(np.float64)
-        rows = parts.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, 16 * steps)
+        rows = parts.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, steps, 16)
         # rows of A that stand for none may be NaN; they must not reach others
         with np.errstate(invalid="ignore"):
-            return (rows @ b.T).astype(np.float32)
+            return [rows[:, step] @ b[:, step].T for step in range(steps)]
 
     whole = group.collective(tuple(a), make)
     row = thread.thread_id % 128 // 32 * 16 + thread.lane // 4
     columns = [8 * i + thread.lane % 4 * 2 for i in range(n // 8)]
-    return [
-        float(whole[row + high, column + odd])
-        for column in columns
-        for high in (0, 8)
-        for odd in (0, 1)
-    ]
+    places = [(row + high, column + odd) for column in columns for high in (0, 8) for odd in (0, 1)]
+    return [np.array([product[place] for place in places]) for product in whole]
 
 
 def _matrix(described: int, n: int, steps: int, matrix_bytes: int) -> Any:

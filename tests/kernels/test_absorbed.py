@@ -305,3 +305,4 @@ def test_a_query_has_its_bits_in_any_company() -> None:
     alone = case.run([8])[0]
     assert torch.equal(many[8], alone[0])
     assert torch.equal(many, wide)
+    assert torch.equal(many, case.run(list(range(9)), fragments.WARPGROUP_TILES)[0])

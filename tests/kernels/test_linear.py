@@ -11,7 +11,7 @@ from kernels import emulator, fragments, linear
 from kernels.compiler import Variant
 from kernels.fragments import ProductShape
 from kernels.linear import HeadShape, Launch
-from kernels.linear_wide import WideLaunch
+from kernels.linear_wide_parts import WideLaunch
 
 _TARGET = ProductShape(16, 32, 1)
 
@@ -146,11 +146,15 @@ def test_gated_matches_swiglu() -> None:
     )
 
 
-@pytest.mark.parametrize("is_half", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_half", "is_wide"),
+    [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)],
+)
+def test_qkv_turns_and_writes_the_cache(is_half: bool, is_wide: bool) -> None:
     torch.manual_seed(3)
     dim, heads, kv, d, rows = 32, 2, 1, 256, 2
-    launch = Launch(ProductShape((heads + 2 * kv) * dim, d, 1), 1, 1, max_rows=2)
+    cut = ProductShape((heads + 2 * kv) * dim, d, 1)
+    launch = WideLaunch(cut, 4, 2, 1, 1, 2, 2) if is_wide else Launch(cut, 1, 1, max_rows=2)
     weight, x, gain = _weight(launch.shape.n, d), torch.randn(rows, d), torch.ones(d)
     order = fragments.qkv_rows(heads, kv, dim, is_half, launch.shape)
     packed = fragments.pack_weight(weight, launch.shape, order)
@@ -191,8 +195,10 @@ def test_qkv_turns_and_writes_the_cache(is_half: bool) -> None:
         (17, WideLaunch(ProductShape(32, 256, 1), 2, 2, 1, 2, 2, 2)),
         (9, WideLaunch(ProductShape(64, 512, 2, 2), 4, 1, 1, 2, 2, 2)),
         (5, WideLaunch(ProductShape(120, 256, 2), 2, 1, 1, 1, 3, 2, True, 1)),
+        (39, WideLaunch(ProductShape(56, 256, 2), 4, 4, 1, 8, 2, 2)),
+        (34, WideLaunch(ProductShape(120, 256, 2), 8, 4, 1, 8, 2, 2)),
     ],
-    ids=["ring", "two_chunks", "four_parts", "rounds_with_kept_x"],
+    ids=["ring", "two_chunks", "four_parts", "rounds_with_kept_x", "warpgroup", "two_tiles_a_warp"],
 )
 def test_wide_products_have_the_bits_of_single_rows(rows: int, launch: WideLaunch) -> None:
     torch.manual_seed(rows)
