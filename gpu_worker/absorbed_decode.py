@@ -74,7 +74,7 @@ class AbsorbedDecode(FusedGraphs):
         ]  # fmt: skip
         sizes = loop, self._cache.num_tables, self._cache.max_blocks
         launch(
-            variants["query"], grids["query"], packed[f"{layer}.q"], packed[f"{layer}.k"], part.normed, self._squares,
+            variants["query"], grids["query"], packed[f"{layer}.q"], packed[f"{layer}.k"], part.normed, part.squares,
             part.queries, self.states, packed[f"{layer}.norm1"], *cache, part.rows, *sizes, self._spec.norm_eps,
         )  # fmt: skip
         launch(

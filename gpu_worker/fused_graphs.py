@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker import persistent
 from gpu_worker.decode_graphs import DecodeGraphs
 from gpu_worker.graphs import (
     DecodeSpec,
@@ -32,6 +33,7 @@ from kernels.runtime import launch
 if TYPE_CHECKING:
     from gpu_worker.kv_cache import KVCache
     from gpu_worker.model import Model
+    from gpu_worker.persistent import PersistentCore
 
 
 class FusedGraphs(DecodeGraphs):
@@ -63,7 +65,6 @@ class FusedGraphs(DecodeGraphs):
         self._angles, self._slopes, self._embed_scale = angles, slopes, embed_scale
         device = model.device
         self._row_info = self._inputs.on_device["row_info"]
-        self._squares = torch.zeros(self.max_rows, spec.d_model // 16, device=device)
         self._rope = torch.zeros(self.max_rows, max(1, spec.head_dim // 2), 2, device=device)
         self._leave = step.leave(spec.d_model)
         self._written = self._block_tables  # where the rows' own K and V go
@@ -85,16 +86,25 @@ class FusedGraphs(DecodeGraphs):
 
     def _kernels(self) -> tuple[Callable[..., dict[str, Variant]], list[tuple[Any, ...]]]:
         """What `compile_ahead` takes: the kernels of all buckets."""
-        return kernels_of, [(self._spec, rows) for rows in self.buckets]
+        num_blocks = persistent.num_blocks(self._model.device)
+        return kernels_of, [(self._spec, rows, num_blocks) for rows in self.buckets]
 
     def _make_bucket(self, rows: int) -> Bucket:
-        return Bucket(
-            self._spec,
-            rows,
-            *step_kernels(self._spec, rows),
-            "pos" in self._packed,
-            self._model.device,
-        )
+        spec, device = self._spec, self._model.device
+        bucket = Bucket(spec, rows, *step_kernels(spec, rows), "pos" in self._packed, device)
+        num_blocks = persistent.num_blocks(device)
+        if persistent.is_built(spec, rows, num_blocks):
+            bucket.take_core(
+                persistent.PersistentCore(
+                    spec,
+                    rows,
+                    lambda name: self._packed[name].data_ptr(),
+                    num_blocks,
+                    spec.loops,
+                    device,
+                )
+            )
+        return bucket
 
     def load(self, rows: Rows, sources: NDArray[np.int32] | None = None) -> None:
         super().load(rows, sources)
@@ -110,9 +120,6 @@ class FusedGraphs(DecodeGraphs):
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)
         self._by_name["positions"][rows] = -1
-
-    def _changed(self) -> list[Tensor]:
-        return [*super()._changed(), self._squares]
 
     def _spare_all(self) -> None:
         super()._spare_all()
@@ -146,8 +153,7 @@ class FusedGraphs(DecodeGraphs):
 
         def whole() -> None:
             self._begin(part, self.states, num_passes, "0.norm1", is_from_state=False)
-            self._passes(part, num_passes, "norm")
-            self._head(part)
+            self._passes(part, num_passes, "norm", has_head=True)
             self._choose(bucket)
 
         def read() -> None:
@@ -166,8 +172,7 @@ class FusedGraphs(DecodeGraphs):
             is_new, states = self.waves.is_new[:bucket].view(-1, 1), self.states[:bucket]
             states.copy_(torch.where(is_new, self.embedded[:bucket], states))
             self._begin(part, self.states, num_passes, "0.norm1")
-            self._passes(part, num_passes, "norm")
-            self._head(part)
+            self._passes(part, num_passes, "norm", has_head=True)
             self._choose(bucket)
             self._model.ops.advance_wave(
                 self.waves, self._by_name, self.chosen, self._settings, (bucket // num_rows, num_rows), num_passes,
@@ -186,22 +191,39 @@ class FusedGraphs(DecodeGraphs):
         self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True, depths: Tensor | None = None
     ) -> None:  # fmt: skip
         packed = self._packed
+        if part.core is not None:
+            part.core.forget()
         launch(
             part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
-            packed["embed"], packed.get("pos"), x, self._squares, self._by_name["positions"], self._row_info, self._written,
+            packed["embed"], packed.get("pos"), x, part.squares, self._by_name["positions"], self._row_info, self._written,
             part.slots, self._angles, self._rope, packed[gain], part.normed, depths, self._by_name["sources"], self.chosen,
             num_passes, self._cache.num_tables, self._cache.max_blocks, self._embed_scale, is_overlapped=False,
         )  # fmt: skip
 
     def _head(self, part: Bucket) -> None:
         launch(
-            part.variants["head"], part.grids["head"], self._packed["head"], part.normed, self._squares,
+            part.variants["head"], part.grids["head"], self._packed["head"], part.normed, part.squares,
             part.rows, self._spec.norm_eps, self.logits,
         )  # fmt: skip
 
-    def _passes(self, part: Bucket, num_passes: int, last_gain: str) -> None:
+    def _passes(
+        self, part: Bucket, num_passes: int, last_gain: str, *, has_head: bool = False
+    ) -> None:
+        core, by_name = part.core, self._by_name
+        if core is not None:
+            pool = self._paged.exact
+            assert pool is not None
+            launch(
+                core.variant, core.grid, core.shares, core.pointers[last_gain], core.told, self.states, pool,
+                pool.stride(0), part.slots, self._rope, self._block_tables, by_name["positions"], self._row_info,
+                by_name["windows"], core.results, self.logits if has_head else None, None, part.rows,
+                num_passes * self._spec.layers, self._cache.num_tables, self._cache.max_blocks, self._spec.norm_eps,
+            )  # fmt: skip
+            return
         for loop in range(num_passes):
             self._pass(part, loop, last_gain if loop == num_passes - 1 else "0.norm1")
+        if has_head:
+            self._head(part)
 
     def _pass(self, part: Bucket, loop: int, last_gain: str) -> None:
         """One pass; what it leaves is for the reader with the gain `last_gain`."""
@@ -215,16 +237,16 @@ class FusedGraphs(DecodeGraphs):
         packed, rows, eps = self._packed, part.rows, self._spec.norm_eps
         variants, grids = part.variants, part.grids
         launch(
-            variants["o"], grids["o"], packed[f"{layer}.o"], part.mixed, None, rows, eps, self.states, self._squares,
+            variants["o"], grids["o"], packed[f"{layer}.o"], part.mixed, None, rows, eps, self.states, part.squares,
             packed[f"{layer}.norm3"], part.normed,
         )  # fmt: skip
         launch(
-            variants["gate_up"], grids["gate_up"], packed[f"{layer}.gate_up"], part.normed, self._squares, rows, eps,
+            variants["gate_up"], grids["gate_up"], packed[f"{layer}.gate_up"], part.normed, part.squares, rows, eps,
             part.hidden,
         )  # fmt: skip
         launch(
             variants["down"], grids["down"], packed[f"{layer}.down"], part.hidden, None, rows, eps, self.states,
-            self._squares, packed[following], part.normed,
+            part.squares, packed[following], part.normed,
         )  # fmt: skip
 
     def _attend(self, part: Bucket, loop: int, layer: int) -> None:
@@ -235,7 +257,7 @@ class FusedGraphs(DecodeGraphs):
         exact_bytes, stored_bytes = paged.exact.stride(0), paged.stored.stride(0)
         has_sinks = paged.sinks is not None
         launch(
-            variants["qkv"], grids["qkv"], packed[f"{layer}.qkv"], part.normed, self._squares, rows, eps, self._q,
+            variants["qkv"], grids["qkv"], packed[f"{layer}.qkv"], part.normed, part.squares, rows, eps, self._q,
             exact, part.slots[loop], self._rope, exact_bytes,
         )  # fmt: skip
         launch(
@@ -273,6 +295,8 @@ class Bucket:
             for is_state in (False, True)
         )
         self.slots = torch.zeros(spec.loops, rows, dtype=torch.int32, device=device)
+        self.squares = torch.zeros(rows, spec.d_model // 16, device=device)
+        self.core: PersistentCore | None = None
         self.normed, self.mixed, self.hidden = (
             torch.zeros(
                 fragments.packed_size(rows, shapes[name], tiles), dtype=torch.half, device=device
@@ -280,10 +304,17 @@ class Bucket:
             for name in ("qkv", "o", "down")
         )
 
+    def take_core(self, core: PersistentCore) -> None:
+        """Let one kernel stand for those of all layers; what the first of them reads lies in its memory."""
+        self.core, self.normed, self.squares = core, core.normed, core.squares
 
-def kernels_of(spec: DecodeSpec, rows: int) -> dict[str, Variant]:
-    """The kernels of a step of that many rows."""
-    return step_kernels(spec, rows)[0]
+
+def kernels_of(spec: DecodeSpec, rows: int, num_blocks: int) -> dict[str, Variant]:
+    """The kernels of a step of that many rows on a device of so many multiprocessors."""
+    variants = step_kernels(spec, rows)[0]
+    if persistent.is_built(spec, rows, num_blocks):
+        variants["core"] = persistent.core_variant(spec, rows)
+    return variants
 
 
 def _num_stable(rows: Rows) -> NDArray[np.int32]:

@@ -39,6 +39,8 @@ class Variant:
     shared_bytes: int = 0
     # Blocks that should fit a multiprocessor: what limits the registers.
     blocks_per_sm: int = 1
+    # Whether all blocks must run at a time, because some wait for others.
+    is_together: bool = False
     # Values that the source does not show (what a factory closed over); part of the cache key.
     constants: tuple[Any, ...] = ()
 

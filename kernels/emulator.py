@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 _WAIT_S = 30.0
+_POLL_S = 0.001
 SHARED_BASE = 1024
 _RANK_SHIFT = 24
 _local = threading.local()
+_failed = threading.Event()
 
 
 class Warp:
@@ -166,6 +169,14 @@ def forget() -> None:
 def read_global(address: int, num_bytes: int) -> bytes:
     _memory.check(address, num_bytes)
     return ctypes.string_at(address, num_bytes)
+
+
+def poll_global(address: int, num_bytes: int) -> bytes:
+    """What another block may be about to change; a thread that asks again and again lets others run."""
+    if _failed.is_set():
+        raise threading.BrokenBarrierError
+    time.sleep(_POLL_S)
+    return read_global(address, num_bytes)
 
 
 def write_global(address: int, data: bytes) -> None:
@@ -317,8 +328,12 @@ def run(
     *,
     cluster: int = 1,
     shared_bytes: int = 0,
+    is_together: bool = False,
 ) -> None:
     """Run `kernel` over `grid` blocks of `num_threads`, one cluster after the other.
+
+    Args:
+        is_together: all clusters of a row of the grid run at a time, as they must where blocks wait for others of the grid.
 
     Raises:
         The first exception that a device thread raised.
@@ -326,19 +341,26 @@ def run(
     if grid[0] % cluster or num_threads % 32:
         raise ValueError(f"grid {grid} of {num_threads} threads cannot form clusters of {cluster}")
     for y in range(grid[1]):
-        for first in range(0, grid[0], cluster):
-            blocks = [
+        clusters = [
+            [
                 Block((first + rank, y), grid, rank, num_threads, shared_bytes)
                 for rank in range(cluster)
             ]
-            _run_cluster(kernel, blocks, num_threads, args)
+            for first in range(0, grid[0], cluster)
+        ]
+        for some in [clusters] if is_together else [[one] for one in clusters]:
+            _run_clusters(kernel, some, num_threads, args)
 
 
-def _run_cluster(
-    kernel: Callable[..., None], blocks: list[Block], num_threads: int, args: Sequence[Any]
+def _run_clusters(
+    kernel: Callable[..., None],
+    clusters: list[list[Block]],
+    num_threads: int,
+    args: Sequence[Any],
 ) -> None:
-    arrived = threading.Barrier(num_threads * len(blocks), timeout=_WAIT_S)
+    arrived = [threading.Barrier(num_threads * len(blocks), timeout=_WAIT_S) for blocks in clusters]
     errors: list[BaseException] = []
+    all_blocks = [block for blocks in clusters for block in blocks]
 
     def body(thread: Thread) -> None:
         _local.thread = thread
@@ -348,12 +370,16 @@ def _run_cluster(
             errors.append(error)
         except BaseException as error:
             errors.insert(0, error)
-            arrived.abort()
-            for block in blocks:
+            _failed.set()
+            for barrier in arrived:
+                barrier.abort()
+            for block in all_blocks:
                 block.abort()
 
+    _failed.clear()
     threads = [
-        threading.Thread(target=body, args=(Thread(i, block, blocks, arrived),), daemon=True)
+        threading.Thread(target=body, args=(Thread(i, block, blocks, barrier),), daemon=True)
+        for blocks, barrier in zip(clusters, arrived, strict=True)
         for block in blocks
         for i in range(num_threads)
     ]

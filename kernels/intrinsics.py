@@ -585,9 +585,12 @@ def grid_dependency_wait() -> None:
     """Wait until all earlier kernels have ended and their writes can be read."""
 
 
-@op("", "", "fence.proxy.async;", memory=True)
+@op("", "", "fence.proxy.async.global;", memory=True)
 def fence_async() -> None:
-    """Order this thread's ordinary accesses before its later bulk copies."""
+    """Order what this thread may see of global memory before its later bulk copies from there.
+
+    Without `.global` it waits until all of the block's memory accesses have been seen by the whole device.
+    """
 
 
 @op("", "", "fence.acq_rel.gpu;", memory=True)
@@ -627,9 +630,12 @@ def mbarrier_arrive(address: int) -> None:
     emulator.mbarrier_arrive(address)
 
 
-@op("", "r", "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", memory=True)
+@op("", "r", "mbarrier.arrive.shared::cluster.b64 _, [$0];", memory=True)
 def mbarrier_arrive_cluster(address: int) -> None:
-    """Arrive at a memory barrier of a block of the cluster."""
+    """Arrive at a memory barrier of a block of the cluster, to tell that this block has read something.
+
+    Orders nothing beyond this block: a release to the cluster waits for all of its memory accesses.
+    """
     emulator.mbarrier_arrive(address)
 
 

@@ -54,6 +54,7 @@ from kernels.intrinsics import (
     store_f32_if,
     store_f32x2_if,
     store_shared_f32_if,
+    sum_of_warp,
     thread_id,
     wide,
 )
@@ -205,6 +206,11 @@ def sum_of(values: list[Any]) -> Any:
     return total
 
 
+def row_factor(parts: list[Any], inverse_k: float, eps: Any) -> Any:
+    """What a row's sums are multiplied by, from its sums of squares over the lanes of a warp."""
+    return rsqrt(fma(sum_of_warp(sum_of(parts)), inverse_k, eps)) * (1 / PRESCALE)
+
+
 @traced("ff")
 def scale_pair(a: Any, b: Any, address: Any) -> Any:
     """A pair of sums times the factor in shared memory."""
@@ -297,12 +303,13 @@ def make_gated(d_ff: int, target: ProductShape, column_tiles: int) -> Any:
     return prepare, finish
 
 
-def make_qkv(heads: HeadShape, neighbour: int) -> Any:
+def make_qkv(heads: HeadShape, neighbour: int, *, is_told: bool = False) -> Any:
     """Turn q and k, scale q, write q (rows, n_heads, head_dim) fp16 and k, v into the cache.
 
     `neighbour`: the lanes of pairs 2i and 2i + 1 differ by this bit; rotary halves change places, so that each stores two neighbours.
     e0 = q, e1 = cache + layer offset, e2 = slots (rows,) int32 (block * 64 + offset, -1: no row),
-    e3 = (cos, sin) float32 (rows, head_dim/2, 2), e4 = bytes of a block over all layers.
+    e3 = (cos, sin) float32 (rows, head_dim/2, 2), e4 = bytes of a block over all layers; with `is_told` also into e5 and e6, k and v
+    (rows, n_kv_heads, head_dim).
     """
     dim, tiles = heads.head_dim, heads.head_dim // 16
     scale = 1.4426950408889634 / dim**0.5
@@ -347,5 +354,9 @@ def make_qkv(heads: HeadShape, neighbour: int) -> Any:
         for odd in range(2):
             cached = block + (value_place(position, 2 * pair + odd) + 64 * dim) * 2
             store_16_if(cached, packed >> (16 * odd), is_written & is_v)
+        if is_told:
+            row = (m * heads.n_kv_heads + kv_head) * dim
+            told = select_wide(e[6], e[5], is_v) + wide(row + select_int(2 * pair, d, is_v)) * 2
+            store_32_if(told, select_int(packed, word, is_v), is_written & (1 - is_q))
 
     return prepare, finish

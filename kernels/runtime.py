@@ -64,6 +64,7 @@ def launch(
             values + [0] * (len(variant.args) - len(values)),
             cluster=variant.cluster,
             shared_bytes=variant.shared_bytes,
+            is_together=variant.is_together,
         )
     finally:
         emulator.forget()

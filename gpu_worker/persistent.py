@@ -1,0 +1,170 @@
+"""The core and the head of decode steps of 1 to 8 rows as one kernel (`kernels/persistent.py`), with what it needs on the device.
+
+Gives the bits of the kernels one by one. For whom it is built: `is_built`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_worker.graphs import (
+    DecodeCache,
+    DecodeRunner,
+    DecodeSpec,
+    DecodeWeights,
+    product_shapes,
+)
+from kernels import persistent
+from kernels.compiler import Variant
+from kernels.launch import Library
+from kernels.persistent import STAMPS, CoreLaunch, CoreShape
+from kernels.persistent_shares import share_tiles
+
+MAX_ROWS = 8
+PROVEN_ROWS = 1  # more have the same bits on the emulator, and on a GPU in the runs that there were, but too few of them
+_SM_BYTES = 227 * 1024  # of shared memory that a block can have
+
+
+def core_launch(spec: DecodeSpec, rows: int, **options: Any) -> CoreLaunch:
+    """The launch for up to `rows` rows."""
+    shapes = product_shapes(spec)
+    shape = CoreShape(
+        spec.d_model, spec.d_ff, spec.layers, spec.heads, spec.attention, shapes["qkv"], shapes["o"],
+        shapes["gate_up"], shapes["down"], shapes["head"],
+    )  # fmt: skip
+    # what more rows' sums leave room for
+    options = {"most_tiles": 4 if rows == 1 else 2} | options
+    return CoreLaunch(shape, 1 if rows == 1 else MAX_ROWS, **options)
+
+
+def core_variant(spec: DecodeSpec, rows: int) -> Variant:
+    return persistent.core_step(core_launch(spec, rows))
+
+
+def num_blocks(device: torch.device) -> int:
+    """Blocks that run at a time on the device, one a multiprocessor; 0: it has no such kernels."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_built(spec: DecodeSpec, rows: int, num_blocks: int) -> bool:
+    """Whether there is such a kernel for the model, the cache and the number of rows."""
+    if num_blocks == 0 or rows > PROVEN_ROWS:
+        return False
+    try:
+        variant, launch = core_variant(spec, rows), core_launch(spec, rows)
+    except ValueError:
+        return False
+    if variant.shared_bytes > _SM_BYTES:
+        return False
+    shares = share_tiles(launch.shape.products, num_blocks)
+    # a block reads the residual stream that it wrote a product before: what lies between must make its threads meet
+    return all(qkv[1] and gate_up[1] for qkv, o, gate_up, _, _ in shares if o[1])
+
+
+class PersistentCore:
+    """One row bucket's kernel and memory.
+
+    Args:
+        addresses: where the packed weights lie, by `DecodeWeights`' names.
+        num_blocks: the device's multiprocessors: so many blocks must run at a time.
+        max_loops: passes of a launch, at most.
+        options: of `CoreLaunch`.
+
+    Attributes:
+        normed, squares: what the kernel in front writes for the first layer.
+    """
+
+    def __init__(
+        self,
+        spec: DecodeSpec,
+        rows: int,
+        addresses: Callable[[str], int],
+        num_blocks: int,
+        max_loops: int,
+        device: torch.device | str,
+        **options: Any,
+    ) -> None:
+        launch = core_launch(spec, rows, **options)
+        self.spec, self.rows, self.max_loops = spec, rows, max_loops
+        self.variant: Variant = persistent.core_step(launch)
+        self.grid = (num_blocks, 1)
+        shape = launch.shape
+
+        def table(words: list[int], kind: torch.dtype) -> Tensor:
+            return torch.tensor(words, dtype=kind, device=device)
+
+        self.shares = table(persistent.share_words(shape, num_blocks), torch.int32)
+        names = [
+            f"{layer}.{name}"
+            for layer in range(spec.layers)
+            for name in ("qkv", "o", "gate_up", "down", "norm1", "norm3")
+        ]
+        # by the gain that what follows the last pass reads x with
+        self.pointers = {
+            last: table([addresses(n) for n in (*names, "head", last)], torch.int64)
+            for last in ("norm", "0.norm1")
+        }
+        calls, at = max_loops * spec.layers, shape.told_at
+        told_words = (calls + 1) * at["end"] // 4
+        results = 2 * persistent.results_size(shape.attention, rows)
+        self._memory = torch.zeros(told_words + results, dtype=torch.int32, device=device)
+        self.told, self.results = self._memory[:told_words], self._memory[told_words:]
+        self.normed = self.told[at["normed"] // 4 :][: at["squares"] // 4].view(torch.half)
+        squares = self.told[at["squares"] // 4 :][: rows * spec.d_model // 16]
+        self.squares = squares.view(torch.float32).view(rows, -1)
+
+    def forget(self) -> None:
+        """Before each step: nothing has been told."""
+        self._memory.fill_(-1)
+
+
+class PersistentRunner(DecodeRunner):
+    """A `DecodeRunner` whose steps are two kernels."""
+
+    def __init__(
+        self,
+        weights: DecodeWeights,
+        cache: DecodeCache,
+        rows: int,
+        max_blocks: int,
+        library: Library,
+        num_blocks: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(weights, cache, rows, max_blocks, library)
+        spec, device = self.spec, cache.stored.device
+        self.core = PersistentCore(
+            spec, rows, weights.address, num_blocks, spec.loops, device, **options
+        )
+        self.variants["core"], self.grids["core"] = self.core.variant, self.core.grid
+        self.normed, self.squares = self.core.normed, self.core.squares
+        calls = spec.loops * spec.layers
+        self.stamps = torch.zeros(
+            (calls + 1) * STAMPS, num_blocks, dtype=torch.int64, device=device
+        )
+
+    def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
+        """Put one whole step on a raw stream; nothing but `core` can be skipped."""
+        spec, core = self.spec, self.core
+        if self.x.is_cuda and stream != torch.cuda.current_stream().cuda_stream:
+            other = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(other):
+                core.forget()
+        else:
+            core.forget()
+        self.launch_begin(stream)
+        if "core" in skip:
+            return
+        self._launch(
+            "core", stream, core.shares.data_ptr(), core.pointers["norm"].data_ptr(), core.told.data_ptr(),
+            self.x.data_ptr(), self.cache.exact.data_ptr(), spec.exact_block_bytes, self.slots.data_ptr(),
+            self.rope.data_ptr(), self.tables.data_ptr(), self.positions.data_ptr(), self.row_info.data_ptr(), 0,
+            core.results.data_ptr(), self.logits.data_ptr(), self.stamps.data_ptr(), self.rows,
+            spec.loops * spec.layers, spec.loops, self._max_blocks, spec.norm_eps,
+        )  # fmt: skip

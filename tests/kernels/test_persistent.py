@@ -1,0 +1,138 @@
+"""The logic of the persistent core kernel, run on the emulator at tiny sizes: the same bits as the kernels one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gpu_worker.graphs import DecodeCache, DecodeRunner, DecodeSpec, DecodeWeights
+from gpu_worker.persistent import PersistentRunner, core_launch
+from kernels import emulator, persistent
+from kernels.compiler import Variant
+from kernels.launch import Library
+from kernels.linear import Launch
+from kernels.persistent_shares import share_tiles
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    yield
+    emulator.forget()
+
+
+class EmulatedKernel:
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    def launch(
+        self, grid: tuple[int, int], args: Sequence[Any], stream: int, *, is_overlapped: bool
+    ) -> None:
+        del stream, is_overlapped
+        variant = self.variant
+        emulator.run(
+            variant.function, grid, variant.num_threads,
+            [*args, *[0] * (len(variant.args) - len(args))],
+            cluster=variant.cluster, shared_bytes=variant.shared_bytes,
+            is_together=variant.is_together,
+        )  # fmt: skip
+
+
+class Emulated:
+    """A `Library` whose kernels run on the emulator."""
+
+    def get(self, variant: Variant) -> EmulatedKernel:
+        return EmulatedKernel(variant)
+
+
+def _tensors(spec: DecodeSpec) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+
+    def matrix(n: int, k: int) -> torch.Tensor:
+        return (torch.randn(n, k) / k**0.5).half()
+
+    d, width = spec.d_model, (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
+    tensors = {"embed": torch.randn(spec.vocab, d).half(), "head": matrix(spec.vocab, d)}
+    tensors["norm"] = torch.rand(d) + 0.5
+    for layer in range(spec.layers):
+        tensors |= {
+            f"{layer}.qkv": matrix(width, d),
+            f"{layer}.o": matrix(d, spec.n_heads * spec.head_dim),
+            f"{layer}.gate_up": matrix(2 * spec.d_ff, d),
+            f"{layer}.down": matrix(d, spec.d_ff),
+            f"{layer}.norm1": torch.rand(d) + 0.5,
+            f"{layer}.norm3": torch.rand(d) + 0.5,
+        }
+    return tensors
+
+
+def _fill(runner: DecodeRunner, positions: list[int], tables: torch.Tensor) -> None:
+    runner.tokens.copy_(torch.arange(len(positions)) * 3 % runner.spec.vocab)
+    runner.positions.copy_(torch.tensor(positions))
+    runner.row_info[:, 0] = torch.tensor([max(p, 0) >> 6 for p in positions])
+    runner.tables.copy_(tables)
+
+
+def _register(runner: DecodeRunner) -> None:
+    owned = [*vars(runner).values(), *runner.weights.packed.values(), runner.cache.stored]
+    if isinstance(runner, PersistentRunner):
+        owned += [*vars(runner.core).values(), *runner.core.pointers.values()]
+    emulator.register(*(value for value in owned if isinstance(value, torch.Tensor)))
+
+
+SMALL = DecodeSpec(64, 1, 1, 64, 48, 40, 1, 2, max_pos=2048)
+
+
+@pytest.mark.parametrize(
+    ("spec", "positions", "blocks", "options"),
+    [
+        pytest.param(SMALL, [70], 2, {"groups": 2}, id="row"),
+        pytest.param(SMALL, [64, -1, 0], 2, {"groups": 2}, id="rows"),
+    ],
+)
+def test_gives_the_bits_of_the_kernels_one_by_one(
+    spec: DecodeSpec, positions: list[int], blocks: int, options: dict[str, int]
+) -> None:
+    rows, max_blocks = len(positions), max(positions) // 64 + 1
+    library = cast(Library, Emulated())
+    weights = DecodeWeights(spec, _tensors(spec))
+    tables = torch.randperm(rows * spec.loops * max_blocks).view(rows, spec.loops, max_blocks)
+    caches = [DecodeCache(spec, tables.numel(), 1, "cpu") for _ in range(2)]
+    caches[0].stored.view(torch.half).normal_()
+    caches[1].stored.copy_(caches[0].stored)
+    before = caches[0].stored.clone()
+    head = {"head": Launch(weights.shapes["head"], 8, 1, max_rows=8)}  # one cluster, small blocks
+    one_by_one = DecodeRunner(weights, caches[0], rows, max_blocks, library, instead=head)
+    together = PersistentRunner(weights, caches[1], rows, max_blocks, library, blocks, **options)
+    for runner in (one_by_one, together):
+        _fill(runner, positions, tables)
+        _register(runner)
+        runner.launch_step(0)
+    real = [row for row, position in enumerate(positions) if position >= 0]
+    assert not torch.equal(caches[0].stored, before)
+    assert torch.equal(caches[0].stored, caches[1].stored)
+    for name in ("x", "logits"):
+        assert torch.equal(getattr(one_by_one, name)[real], getattr(together, name)[real]), name
+    again = together.logits.clone()
+    together.logits.zero_()
+    together.launch_step(0)
+    assert torch.equal(together.logits[real], again[real])
+
+
+def test_tiles_are_shared_out_once_and_evenly() -> None:
+    from gpu_worker.graphs import REFERENCE
+
+    shape = core_launch(REFERENCE, 1).shape
+    shares = share_tiles(shape.products, 132)
+    loads = [0.0] * 132
+    for p, name in enumerate(persistent.PRODUCTS):
+        product = getattr(shape, name)
+        tiles = [t for share in shares for t in range(share[p][0], share[p][0] + share[p][1])]
+        assert tiles == list(range(-(-product.n // 16)))
+        if name != "head":
+            loads = [
+                a + share[p][1] * product.tile_bytes for a, share in zip(loads, shares, strict=True)
+            ]
+    assert max(loads) < 1.12 * sum(loads) / 132
