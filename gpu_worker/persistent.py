@@ -1,6 +1,6 @@
 """The core and the head of decode steps of 1 to 8 rows as one kernel (`kernels/persistent.py`), with what it needs on the device.
 
-Gives the bits of the kernels one by one. For whom it is built: `is_built`.
+Gives the bits of the kernels one by one. For whom it is built: `is_built`; `PROVEN_ROWS` says up to how many rows engines use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.persistent import STAMPS, CoreLaunch, CoreShape
 from kernels.persistent_shares import share_tiles
 
 MAX_ROWS = 8
-PROVEN_ROWS = 1  # more have the same bits on the emulator, and on a GPU in the runs that there were, but too few of them
+PROVEN_ROWS = 0  # its last form has been run on the emulator alone; `scripts/gpu_check.py --only core` says whether it may be raised
 _SM_BYTES = 227 * 1024  # of shared memory that a block can have
 
 

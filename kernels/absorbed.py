@@ -63,7 +63,7 @@ from kernels.intrinsics import (
     anew,
     block_x,
     copy_commit,
-    fence_async,
+    fence_async_shared,
     grid_dependency_launch,
     grid_dependency_wait,
     load_constant_i32,
@@ -485,7 +485,7 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                 words, base + tops_at, base + group * matrices_bytes,
                 base + query_sums_at + group * table_bytes, units, lane,
             )  # fmt: skip
-            fence_async()
+            fence_async_shared()
             sync_block()
         else:
             query = load_query(own_query, rest, lane)

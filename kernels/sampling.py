@@ -406,6 +406,8 @@ def _make_choose(is_shaped: bool, vocab: int, cluster: int) -> Any:
 def choose(name: str, vocab: int, *, is_shaped: bool, cluster: int = 0) -> Variant:
     """One token a row, by a cluster of blocks that share its `vocab` values (`cluster` 0: as many blocks as suit their number).
 
+    A cluster has two blocks at least: a launch without one may not send to blocks of a cluster.
+
     Kernel arguments: logits float32 (rows, vocab); counts int32 (rows, vocab) and bias float32 (rows, vocab)
     (`is_shaped` only); settings float32 (rows, 8): 1/temperature (1 if greedy), min_p, repetition, presence and
     frequency penalties; top_p int64 (rows,): top_p times 2^64 as bits, 0: all; numbers int32 (rows, 4): top_k
@@ -414,7 +416,7 @@ def choose(name: str, vocab: int, *, is_shaped: bool, cluster: int = 0) -> Varia
     Raises:
         ValueError: more values than the shared memory of a cluster holds.
     """
-    blocks = cluster or (8 if vocab > 4096 else 1)
+    blocks = cluster or (8 if vocab > 4096 else 2)
     shared = _VALUES_AT + 4 * (-(-vocab // blocks) + 1)
     if shared > _MAX_SHARED:
         raise ValueError(f"{vocab} logits a row are more than {blocks} blocks hold")

@@ -1,6 +1,6 @@
 """Checks and times everything on one GPU in one go: parity, determinism, speed.
 
-    python scripts/gpu_check.py [--peer] [--only sampling,parity,speed,...] [--rows 1,8,64] [--context 1024]
+    python scripts/gpu_check.py [--peer] [--only sampling,parity,speed,core,...] [--rows 1,8,64] [--context 1024]
 
 Sampling, parity and speed of the fused decode step are checked here; the other subjects (see OTHERS) by their own scripts and tests, each
 in a process of its own, whose output is passed on and whose failure is this one's.
@@ -37,6 +37,7 @@ from gpu_worker.graphs import (  # noqa: E402
     DecodeWeights,
     launches_to_try,
 )
+from gpu_worker.persistent import PersistentRunner  # noqa: E402
 from kernels import fragments, reference, sampling  # noqa: E402
 from kernels.launch import Library  # noqa: E402
 from kernels.layout import NUM_SINKS  # noqa: E402
@@ -388,6 +389,31 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
     return full
 
 
+def check_core(report: Report, tensors: dict[str, Tensor], library: Library) -> None:
+    """The one kernel of few rows beside the kernels one by one: the same bits in many replays, and its time."""
+    weights = DecodeWeights(REFERENCE, tensors)
+    num_blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for rows in (1, 8):
+        for context in (1024, 0, 63, 1000):
+            plain = make_runner(REFERENCE, weights, rows, context, library)
+            blocks = plain.tables.shape[2]
+            core = PersistentRunner(weights, plain.cache, rows, blocks, library, num_blocks)
+            for name in ("tables", "exact_blocks", "positions", "row_info", "tokens"):
+                getattr(core, name).copy_(getattr(plain, name))
+            graphs = plain.capture(), core.capture()
+            graphs[0].replay()
+            want, cache = plain.logits.clone(), plain.cache.stored.clone()
+            wrong = 0
+            for _ in range(200):
+                graphs[1].replay()
+                same = torch.equal(core.logits, want) and torch.equal(plain.cache.stored, cache)
+                wrong += not same
+            report.check(f"one kernel, {rows} rows, context {context}", wrong == 0, f"{wrong} of 200 replays differ")  # fmt: skip
+            if context == 1024:
+                times = [f"{time_graph(graph):.4f}" for graph in (*graphs, graphs[0])]
+                report.note(f"one kernel, {rows} rows", f"{times[1]} ms", f"one by one {times[0]}, {times[2]} ms")  # fmt: skip
+
+
 def run_others(report: Report, only: list[str], build_dir: Path) -> None:
     """The subjects that have scripts or tests of their own; `formats` once for each of four KV formats."""
     for name in [subject for subject in OTHERS if subject in only]:
@@ -407,7 +433,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(["sampling", "parity", "speed", *OTHERS]))
+    parser.add_argument(
+        "--only", default=",".join(["sampling", "parity", "speed", "core", *OTHERS])
+    )
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--formats", default="fp16,int4")
     parser.add_argument("--context", type=int, default=1024)
@@ -451,6 +479,8 @@ def main() -> int:
         if "speed" in only:
             for count in rows:
                 measure(report, spec, weights, library, count, options.context, options.shares)
+    if "core" in only:
+        check_core(report, tensors, library)
     run_others(report, only, options.build_dir)
     if options.try_others:
         for count in rows:
