@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -343,17 +341,6 @@ def load_shared_f32(address: int) -> float:
     return _floats(emulator.read_shared(address, 4))[0]  # type: ignore[no-any-return]
 
 
-@op(
-    "",
-    "rrr",
-    "{.reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; cvt.u16.u32 h, $1; @p st.shared.u16 [$0], h;}",
-    memory=True,
-)
-def store_shared_16_if(address: int, value: int, condition: int) -> None:
-    if condition:
-        emulator.write_shared(address, struct.pack("<H", value & 0xFFFF))
-
-
 @op("r", "r", "ld.shared.u32 $0, [$1];", volatile=True)
 def load_shared_32(address: int) -> int:
     return int(struct.unpack("<I", emulator.read_shared(address, 4))[0])
@@ -677,15 +664,10 @@ def copy_commit() -> None:
     emulator.copy_commit()
 
 
-@cache
-def make_copy_wait(newest: int) -> Callable[[], None]:
-    """Wait for all groups of this thread's copies but so many of the newest."""
-
-    @op("", "", f"cp.async.wait_group {newest};", memory=True)
-    def copy_wait() -> None:
-        emulator.copy_wait(newest)
-
-    return copy_wait
+@op("", "", "cp.async.wait_group 1;", memory=True)
+def copy_wait_but_one() -> None:
+    """Wait for all groups of this thread's copies but the newest."""
+    emulator.copy_wait(1)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------
@@ -694,12 +676,6 @@ def make_copy_wait(newest: int) -> Callable[[], None]:
 @op("f", "fff", "fma.rn.f32 $0, $1, $2, $3;")
 def fma(a: float, b: float, c: float) -> float:
     return _f32(float(a) * float(b) + float(c))
-
-
-@op("r", "r", "mov.b32 $0, $1;", volatile=True)
-def anew(x: int) -> int:
-    """`x`, of which the compiler takes nothing for known: what is made of it in a loop is not made before and kept in registers."""
-    return x
 
 
 @op("f", "ff", "max.f32 $0, $1, $2;")

@@ -174,74 +174,32 @@ def make_wait(sums: int) -> Any:
     return wait
 
 
-@cache
-def make_byte_product(n: int, steps: int, matrix_bytes: int) -> Any:
-    """As `make_product`, of unsigned bytes in A and signed ones in B, 32 columns a step, exact in 32-bit integers.
-
-    B's matrices have n rows of 64 bytes, which lie as 32 columns of halves do.
-    """
-    sums = n // 2
-    lines = [f"mov.b64 {{low, high}}, ${sums + 4 * steps};"]
-    for step in range(steps):
-        ahead = (step // 2) * matrix_bytes // 16 + step % 2 * 2
-        lines += [
-            f"add.u32 place, low, {ahead};",
-            "mov.b64 d, {place, high};",
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.u8.s8 {_registers(0, sums)}, "
-            f"{_registers(sums + 4 * step, 4)}, d, {'on' if step else 'off'};",
-        ]
-
-    @op(
-        "r" * sums,
-        "r" * (4 * steps) + "l",
-        _text(_FENCE, *lines, _COMMIT, "wgmma.wait_group.sync.aligned 0;"),
-        memory=True,
-    )
-    def product(*values: Any) -> Any:
-        return tuple(_multiply(values[:-1], values[-1], n, steps, matrix_bytes, is_bytes=True))
-
-    return product
-
-
 def _f32(x: float) -> float:
     return float(np.float32(x))
 
 
 def _multiply(
-    a: Sequence[int],
-    described: int,
-    n: int,
-    steps: int,
-    matrix_bytes: int,
-    *,
-    is_bytes: bool = False,
-) -> list[Any]:
+    a: Sequence[int], described: int, n: int, steps: int, matrix_bytes: int
+) -> list[float]:
     """This thread's share of A B^T."""
-    parts = _multiply_steps(a, described, n, steps, matrix_bytes, is_bytes=is_bytes)
+    parts = _multiply_steps(a, described, n, steps, matrix_bytes)
     with np.errstate(invalid="ignore"):
-        return [int(x) if is_bytes else _f32(x) for x in np.sum(parts, 0)]
+        return [_f32(x) for x in np.sum(parts, 0)]
 
 
 def _multiply_steps(
-    a: Sequence[int],
-    described: int,
-    n: int,
-    steps: int,
-    matrix_bytes: int,
-    *,
-    is_bytes: bool = False,
+    a: Sequence[int], described: int, n: int, steps: int, matrix_bytes: int
 ) -> list[Any]:
-    """This thread's share of the product of each 16 columns of halves, or 32 of bytes, in float64."""
+    """This thread's share of the product of each 16 columns, in float64."""
     thread = emulator.current()
     group = thread.block.warpgroups[thread.thread_id // 128]
 
     def make(fragments: list[Any]) -> Any:
-        kind, taken = (np.int8, np.uint8) if is_bytes else (np.float16, np.float16)
-        b = _matrix(described, n, steps, matrix_bytes, kind).reshape(n, steps, -1)
-        bits = np.array(fragments, dtype=np.int64).astype(np.uint32).view(taken)
-        # (warp, g, t, step, high columns, high rows, a word's numbers)
-        parts = bits.reshape(4, 8, 4, steps, 2, 2, -1).astype(np.float64)
-        rows = parts.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, steps, -1)
+        b = _matrix(described, n, steps, matrix_bytes).reshape(n, steps, 16)
+        bits = np.array(fragments, dtype=np.int64).astype(np.uint32).view(np.float16)
+        # (warp, g, t, step, high columns, high rows, half)
+        parts = bits.reshape(4, 8, 4, steps, 2, 2, 2).astype(np.float64)
+        rows = parts.transpose(0, 5, 1, 3, 4, 2, 6).reshape(64, steps, 16)
         # rows of A that stand for none may be NaN; they must not reach others
         with np.errstate(invalid="ignore"):
             return [rows[:, step] @ b[:, step].T for step in range(steps)]
@@ -253,17 +211,16 @@ def _multiply_steps(
     return [np.array([product[place] for place in places]) for product in whole]
 
 
-def _matrix(described: int, n: int, steps: int, matrix_bytes: int, kind: Any) -> Any:
-    """B (n, 32 bytes x steps) in float64 from shared memory."""
+def _matrix(described: int, n: int, steps: int, matrix_bytes: int) -> Any:
+    """B (n, 16 x steps) in float64 from shared memory."""
     address = (described & 0x3FFF) << 4
     assert described == _DESCRIPTOR | address >> 4, "not a descriptor of these kernels"
     assert address % _GROUP_BYTES == 0, "a matrix starts at a multiple of 512 bytes"
-    width = 16 // np.dtype(kind).itemsize
-    out = np.zeros((n, 2 * width * steps))
+    out = np.zeros((n, 16 * steps))
     for row in range(n):
         for unit in range(2 * steps):
             at = address + unit // 4 * matrix_bytes + row // 8 * _GROUP_BYTES + row % 8 * 64
             at += ((unit % 4) ^ (row % 8 // 2)) * 16
             data = emulator.read_shared(at, 16)
-            out[row, width * unit : width * (unit + 1)] = np.frombuffer(data, kind)
+            out[row, 8 * unit : 8 * unit + 8] = np.frombuffer(data, np.float16)
     return out
