@@ -580,11 +580,6 @@ def fence_async() -> None:
     """
 
 
-@op("", "", "fence.proxy.async.shared::cta;", memory=True)
-def fence_async_shared() -> None:
-    """Order this thread's stores to its block's shared memory before what warpgroup products and bulk copies read there."""
-
-
 @op("", "", "fence.acq_rel.gpu;", memory=True)
 def fence_device() -> None:
     """Order this thread's accesses before its later ones for every thread of the device."""

@@ -46,12 +46,14 @@ def variants_of(module: str) -> dict[str, Variant]:
 
 
 def variant_of(job: Job) -> Variant:
-    from gpu_worker import graphs
+    from gpu_worker import graphs, persistent
 
     if job[0] in MODULES:
         return variants_of(job[0])[job[2]]
     spec_name, rows, kernel, instead = job
     spec = graphs.CHECKED_SPECS[spec_name]
+    if kernel == "core":
+        return persistent.core_variant(spec, rows)
     others = graphs.launches_to_try(spec, rows)[instead] if instead else None
     return graphs.step_kernels(spec, rows, others)[0][kernel]
 
@@ -62,6 +64,7 @@ def jobs_of(*, with_others: bool, row_counts: Sequence[int] = (1, 8, 16, 32, 64)
 
     for module in MODULES:
         yield from ((module, 0, name, "") for name in variants_of(module))
+    yield from (("1b", rows, "core", "") for rows in (1, 8) if rows in row_counts)
     seen = set()
     for name, spec in graphs.CHECKED_SPECS.items():
         for rows in row_counts:
