@@ -11,7 +11,7 @@ import hashlib
 import re
 import types as python_types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Variant:
     function: Callable[..., None]
     args: str
     num_threads: int
+    _: KW_ONLY
     cluster: int = 1
     shared_bytes: int = 0
     # Blocks that should fit a multiprocessor: what limits the registers.
@@ -67,7 +68,10 @@ def _source_digest(module: str) -> str:
 def ptx_path(variant: Variant, build_dir: Path) -> Path:
     """Where the PTX of `variant` is kept."""
     source = _source_digest(variant.function.__module__)
-    key = hashlib.sha256(repr((source, variant.name, variant.constants)).encode()).hexdigest()
+    made_of = (
+        source, variant.name, variant.args, variant.num_threads, variant.cluster, variant.blocks_per_sm, variant.constants
+    )  # fmt: skip
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()
     return build_dir / f"{variant.name}-{key[:16]}.ptx"
 
 

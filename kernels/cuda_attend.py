@@ -387,7 +387,8 @@ def attend(shape: Shape) -> Variant:
     args = "l" * 27 + "r" * 14 + "f"
     num_threads = 32 * shape.num_warps
     return Variant(
-        name, _make_kernel(shape), args, num_threads, 1, shape.shared_bytes, blocks_per_sm(shape), (shape, num_threads)
+        name, _make_kernel(shape), args, num_threads,
+        shared_bytes=shape.shared_bytes, blocks_per_sm=blocks_per_sm(shape), constants=(shape, num_threads),
     )  # fmt: skip
 
 

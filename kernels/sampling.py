@@ -421,7 +421,8 @@ def choose(name: str, vocab: int, *, is_shaped: bool, cluster: int = 0) -> Varia
     if shared > _MAX_SHARED:
         raise ValueError(f"{vocab} logits a row are more than {blocks} blocks hold")
     return Variant(
-        name, _make_choose(is_shaped, vocab, blocks), "lllllll", THREADS, blocks, shared, 2, (is_shaped, vocab, blocks)
+        name, _make_choose(is_shaped, vocab, blocks), "lllllll", THREADS,
+        cluster=blocks, shared_bytes=shared, blocks_per_sm=2, constants=(is_shaped, vocab, blocks),
     )  # fmt: skip
 
 
@@ -520,7 +521,7 @@ def log_probabilities(name: str) -> Variant:
     top_ids int32 and top_logprobs float32 (rows, num_top), written, ties to the lowest id; vocab; num_top.
     """
     return Variant(
-        name, _make_log_probabilities(), "lllllrr", THREADS, 1, _BINS_AT + 4 * THREADS, 1, ()
+        name, _make_log_probabilities(), "lllllrr", THREADS, shared_bytes=_BINS_AT + 4 * THREADS
     )
 
 

@@ -72,14 +72,15 @@ def variants() -> list[tuple[str, Variant, tuple[int, int], bool]]:
             for shared in (0, 100 * 1024):
                 variant = Variant(
                     f"link_c{cluster}_{int(touches)}_{shared}",
-                    _make_link(cluster > 1, touches), "l", 256, cluster, shared, 1, (cluster, touches),
+                    _make_link(cluster > 1, touches), "l", 256,
+                    cluster=cluster, shared_bytes=shared, constants=(cluster, touches),
                 )  # fmt: skip
                 for overlapped in (True, False):
                     label = f"cluster {cluster}, shared {shared >> 10} KB"
                     label += ", reads and writes" if touches else ", empty"
                     label += ", overlapped" if overlapped else ", in turn"
                     found.append((label, variant, (120, 1), overlapped))
-    barrier = Variant("barriers", _make_barriers(CHAIN), "l", 256, 1, 0, 1, (CHAIN,))
+    barrier = Variant("barriers", _make_barriers(CHAIN), "l", 256, constants=(CHAIN,))
     found.append(("grid barriers in one kernel", barrier, (120, 1), False))
     return found
 

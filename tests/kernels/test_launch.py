@@ -16,7 +16,7 @@ def _read(address: int, num_bytes: int) -> bytes:
 
 def test_a_configuration_is_what_the_driver_reads() -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
-    variant = Variant("any", lambda: None, "l", 256, 8, 70000)
+    variant = Variant("any", lambda: None, "l", 256, cluster=8, shared_bytes=70000)
     mine = launch_config(variant, (16, 3), is_overlapped=True)
     mine.stream = 0x1234
 
