@@ -57,9 +57,12 @@ class AbsorbedDecode(FusedGraphs):
         spec, device = self._spec, self._model.device
         variants, grids, attend = step_kernels(spec, self._cut.kind, rows)
         bucket = AbsorbedBucket(spec, rows, variants, grids, "pos" in self._packed, device)
-        halves = {"dtype": torch.half, "device": device}
-        bucket.queries = torch.zeros(rows, self._shape.query_bytes // 2, **halves)
-        bucket.averages = torch.zeros(rows, attend.slots, spec.n_heads, spec.d_model, **halves)
+        bucket.queries = torch.zeros(
+            rows, self._shape.query_bytes // 2, dtype=torch.half, device=device
+        )
+        bucket.averages = torch.zeros(
+            rows, attend.slots, spec.n_heads, spec.d_model, dtype=torch.half, device=device
+        )
         bucket.meta = torch.zeros(rows, attend.slots, spec.n_heads, 2, device=device)
         return bucket
 

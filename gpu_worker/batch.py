@@ -87,7 +87,9 @@ class Batch:
     def run(self, model: Model, cache: KVCache) -> None:
         """Runs all rows through the model, those with adaptive exits to where they leave."""
         exits = self._exits(model, cache)
-        final, self.embedded = model.trunk(self.rows, cache, exits and exits.after_pass)
+        final, self.embedded = model.trunk(
+            self.rows, cache, exits.after_pass if exits is not None else None
+        )
         self.states, self.computed_loops = final, self.rows.last_loop
         if exits is not None:
             self.states, self.computed_loops = exits.read_states(final), exits.computed_loops

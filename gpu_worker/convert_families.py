@@ -326,8 +326,10 @@ def _rotary(config: SourceConfig) -> Pos:
         return Pos("rope", float(theta), scaling=LinearScaling(part.number("factor")))
     if kind == "llama3":
         original = part.integer("original_max_position_embeddings")
-        numbers = [part.number(k) for k in ("factor", "low_freq_factor", "high_freq_factor")]
-        return Pos("rope", float(theta), scaling=Llama3Scaling(*numbers, original))
+        factor, low, high = (
+            part.number(k) for k in ("factor", "low_freq_factor", "high_freq_factor")
+        )
+        return Pos("rope", float(theta), scaling=Llama3Scaling(factor, low, high, original))
     raise config.fault("rope_scaling", kind, "default, linear, llama3")
 
 

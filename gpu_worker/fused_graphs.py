@@ -255,7 +255,7 @@ class FusedGraphs(DecodeGraphs):
         packed, variants, grids = self._packed, part.variants, part.grids
         exact, stored = layer_of(paged.exact, layer), layer_of(paged.stored, layer)
         exact_bytes, stored_bytes = paged.exact.stride(0), paged.stored.stride(0)
-        has_sinks = paged.sinks is not None
+        sinks = paged.sinks
         launch(
             variants["qkv"], grids["qkv"], packed[f"{layer}.qkv"], part.normed, part.squares, rows, eps, self._q,
             exact, part.slots[loop], self._rope, exact_bytes,
@@ -263,8 +263,8 @@ class FusedGraphs(DecodeGraphs):
         launch(
             variants["attention"], grids["attention"], self._q, exact, paged.exact_tables, exact_bytes, stored,
             stored_bytes, self._block_tables, self._by_name["positions"], self._row_info, self._slopes,
-            self._by_name["windows"], None, None, None, part.mixed, layer_of(paged.sinks, layer) if has_sinks else None,
-            paged.sink_of if has_sinks else None, paged.sinks.stride(0) if has_sinks else 0, loop,
+            self._by_name["windows"], None, None, None, part.mixed, layer_of(sinks, layer) if sinks is not None else None,
+            None if sinks is None else paged.sink_of, 0 if sinks is None else sinks.stride(0), loop,
             self._cache.num_tables, self._cache.max_blocks,
         )  # fmt: skip
 

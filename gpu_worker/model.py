@@ -35,7 +35,6 @@ class Model:
 
     Attributes:
         can_map_keys: rows may read keys by a map of their own (trees of guesses).
-        stays_in_block: rows of one sequence in two blocks may not share a pass.
 
     Args:
         config: the model.
@@ -46,7 +45,6 @@ class Model:
     """
 
     can_map_keys = True
-    stays_in_block = False
 
     def __init__(
         self,
@@ -76,6 +74,11 @@ class Model:
 
     def _make_weights(self, tensors: Mapping[str, Tensor]) -> Weights:
         return pack_weights(self.config, tensors, self.ops)
+
+    @property
+    def stays_in_block(self) -> bool:
+        """Whether rows of one sequence in two blocks may not share a pass."""
+        return False
 
     def warm_up(self, loops: int) -> None:
         """Prepares what steps of few rows at that depth use."""

@@ -153,7 +153,7 @@ class PersistentRunner(DecodeRunner):
         """Put one whole step on a raw stream; nothing but `core` can be skipped."""
         spec, core = self.spec, self.core
         if self.x.is_cuda and stream != torch.cuda.current_stream().cuda_stream:
-            other = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+            other = torch.cuda.ExternalStream(stream)
             with torch.cuda.stream(other):
                 core.forget()
         else:

@@ -83,7 +83,7 @@ class Rows:
         """The rows of all parts, in that order. Parts with maps keep them, renumbered; so do parts with states."""
         if len(parts) == 1:
             return parts[0]
-        joined = {}
+        joined: dict[str, Any] = {}
         for f in fields(Rows):
             if f.name not in ("maps", "states", "embedded"):
                 joined[f.name] = np.concatenate([getattr(part, f.name) for part in parts])
@@ -132,10 +132,13 @@ class Rows:
         joined = [*by_row, maps.ravel(), tiles]
         bounds = np.cumsum([len(part) for part in joined[:-1]])
         packed = on_device(np.concatenate(joined), block_tables.device)
-        *parts, map_places, tile_bounds = torch.tensor_split(packed, bounds.tolist())
+        slots, of_tables, positions, places, windows, row_map, map_base, map_places, bounds_of_tiles = (
+            torch.tensor_split(packed, bounds.tolist())
+        )  # fmt: skip
+        on_host = HostPaging(*by_row, maps, cache.host_tables, tiles)
         return Paging(
-            *parts, map_places.view(maps.shape), block_tables, tile_bounds,
-            arrays=HostPaging(*by_row, maps, cache.host_tables, tiles),
+            slots, of_tables, positions, places, windows, row_map, map_base, map_places.view(maps.shape),
+            block_tables, bounds_of_tiles, on_host,
         )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ def encode_header(metadata: dict[str, str], tensors: dict[str, Pending]) -> byte
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order, without copy where it already is."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def read_inputs(cache: CutCache, layer: int, blocks: Tensor, copies: Tensor) -> 
     kind, group, arrays, exact, sinks = _cut_arrays(cache)
     dim = cache.sink_values.shape[-1]
     out = torch.zeros(len(blocks), cache.values.shape[3], dim)
-    cpu_cut.read_inputs(
+    cpu_cut.read_inputs(  # type: ignore[call-arg]
         blocks.numpy(), copies.numpy(), dim, kind, group, *arrays, *exact[:2], *sinks, layer, out.numpy()
     )  # fmt: skip
     return out

@@ -59,7 +59,7 @@ def _advance(
     seed = int(words[SEED : SEED + 2].view("int64")[0])
 
     def row_of(position: int) -> int:
-        return first + (position - base) % rows
+        return int(first + (position - base) % rows)
 
     nodes = [int(tokens[row_of(root + i)]) for i in range(state[COUNT])]
     running = max(0, min(len(nodes), end - 1 - root))

@@ -14,7 +14,7 @@ from typing import Any
 
 from kernels.compiler import Variant, ptx_of
 
-_CTYPES = {"l": ctypes.c_int64, "r": ctypes.c_int32, "f": ctypes.c_float}
+_CTYPES: dict[str, Any] = {"l": ctypes.c_int64, "r": ctypes.c_int32, "f": ctypes.c_float}
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 
 
@@ -43,7 +43,7 @@ class LaunchConfig(ctypes.Structure):
 
 def launch_config(variant: Variant, grid: tuple[int, int], *, is_overlapped: bool) -> LaunchConfig:
     """How `variant` is launched over `grid` blocks (in x a multiple of the cluster), on no stream yet."""
-    values = []
+    values: list[tuple[int, tuple[int, ...]]] = []
     if variant.cluster > 1:
         values.append((_CLUSTER_DIMENSION, (variant.cluster, 1, 1)))
     if is_overlapped:

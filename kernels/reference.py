@@ -230,7 +230,7 @@ def _uncut(codes: Tensor, scales: Tensor, kind: str, group: int) -> Tensor:
         return (parts * found[..., None]).flatten(2)
     pairs = codes.contiguous().view(heads, BLOCK_SIZE, -1, group // 2)
     parts = torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
-    scale, zero = found.unflatten(2, (-1, 2)).unbind(-1)
+    scale, zero = found.view(*found.shape[:2], -1, 2).unbind(-1)
     return (parts * scale[..., None] + zero[..., None]).flatten(2)
 
 
@@ -331,7 +331,9 @@ def log_probabilities(
 
 def relative_change(before: Tensor, after: Tensor) -> Tensor:
     """|after - before| / |after| of each row, fp64 (n,)."""
-    return (after.double() - before.double()).norm(dim=-1) / after.double().norm(dim=-1)
+    change: Tensor = (after.double() - before.double()).norm(dim=-1)
+    size: Tensor = after.double().norm(dim=-1)
+    return change / size
 
 
 def divergence(before: Tensor, after: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
-"""The launch structures are those of the driver's own bindings, byte by byte; needs no GPU."""
+"""The launch structures are those of the driver's own bindings, byte by byte; kernels are told apart; needs no GPU."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from kernels.compiler import Variant
+from kernels import cuda_attention, sampling
+from kernels.compiler import Variant, ptx_path
 from kernels.launch import LaunchConfig, launch_config
 
 
@@ -44,3 +47,23 @@ def test_a_configuration_is_what_the_driver_reads() -> None:
     ]
     for first, last in ((0, 4), (8, 20), (72, 76), (80, 84)):  # what is not padding
         assert lists[0][first:last] == lists[1][first:last]
+
+
+def test_kernels_made_of_other_numbers_have_files_of_their_own() -> None:
+    """Else one would be launched as the other: of one name, of two vocabularies or shapes."""
+    choices = [
+        sampling.choose("choose", vocab, is_shaped=is_shaped)
+        for vocab in (300, 512, 50257)
+        for is_shaped in (False, True)
+    ]
+    attends = list(cuda_attention.variants().values())
+    found = {ptx_path(variant, Path("any")) for variant in (*choices, *attends)}
+    assert len(found) == len(choices) + len(attends)
+    crowded = replace(choices[0], blocks_per_sm=choices[0].blocks_per_sm + 1)
+    assert ptx_path(crowded, Path("any")) not in found
+
+
+def test_settings_of_a_kernel_have_names() -> None:
+    """A setting put in between would otherwise take another's place unseen."""
+    with pytest.raises(TypeError):
+        Variant("any", lambda: None, "l", 256, 8)  # type: ignore[misc]
