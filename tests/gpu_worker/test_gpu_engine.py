@@ -25,9 +25,9 @@ from tests.gpu_worker.engine_helpers import collect, make_engine, make_run, rand
 
 pytestmark = pytest.mark.gpu
 
-# Of the logits' spread. fp16 products of the fused kernels and fp16 weights of attention move logits by 1e-3.
+# Of the logits' spread. Rounding every operand of the CPU's products to halves, as fused kernels do, moves logits by up to 1.4e-2.
 TOLERANCE = {"fp32": 2e-3}
-OF_HALVES = 2e-2
+OF_HALVES = 3e-2
 LENGTH, NUM_TOKENS, LOOPS = 150, 24, 4
 
 
