@@ -208,6 +208,7 @@ class Engine:
         pool = self.cache.pool
         return {
             **{f"{name}_total": float(value) for name, value in self._totals.items()},
+            "late_steps_total": float(self._plain.num_late if self._plain is not None else 0),
             "rows": float(len(self._running)),
             "kv_blocks": float(pool.num_blocks),
             "kv_blocks_used": float(pool.num_used),

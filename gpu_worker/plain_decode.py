@@ -33,6 +33,11 @@ class Flight:
     tokens: Tensor
     has_arrived: torch.cuda.Event | None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device has done it: if nothing was put behind it, the device has nothing to do."""
+        return self.has_arrived is not None and self.has_arrived.query()
+
     def wait(self) -> list[int]:
         """The chosen token of each row; waits for the device."""
         if self.has_arrived is not None:
@@ -42,11 +47,16 @@ class Flight:
 
 
 class PlainDecode:
-    """Launches plain steps of a model that is bound to its cache."""
+    """Launches plain steps of a model that is bound to its cache.
+
+    Attributes:
+        num_late: steps launched after the one before had ended: the device had to wait for the host.
+    """
 
     def __init__(self, model: GraphedModel) -> None:
         assert model.graphs is not None, "a model without buffers"
         self._model, self._graphs = model, model.graphs
+        self.num_late = 0
         is_on_gpu = model.device.type == "cuda"
         self._landings = [
             torch.zeros(self._graphs.max_rows, dtype=torch.int32, pin_memory=is_on_gpu)
@@ -77,6 +87,7 @@ class PlainDecode:
             self._model.put_brought_states(graphs.states[:count], rows)
             graphs.descend(count, deepest)
             graphs.finish(count)
+        self.num_late += before is not None and before.has_ended
         for sequence in sequences:
             sequence.pending += 1
         return self._land(sequences, deepest)

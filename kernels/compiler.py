@@ -90,10 +90,16 @@ def ptx_of(variant: Variant, build_dir: Path | None = None) -> str:
     return ptx
 
 
-def compile_ptx(variant: Variant) -> str:
-    """Compile `variant`; its entry point is named `variant.name`."""
+def _numba() -> tuple[Any, Any]:
+    """numba's cuda and types, which are not annotated."""
     from numba import cuda, types
 
+    return cuda, types
+
+
+def compile_ptx(variant: Variant) -> str:
+    """Compile `variant`; its entry point is named `variant.name`."""
+    cuda, types = _numba()
     kinds = {"l": types.int64, "r": types.int32, "f": types.float32}
     signature = types.void(*(kinds[kind] for kind in variant.args))
     function = _substitute(variant.function, {})
@@ -241,7 +247,7 @@ class LlvmEmitter(Emitter):
 
     def from_numba(self, context: Any, kind: Any, value: Any) -> Any:
         """A symbol (or a tuple of them) for a value that numba passes."""
-        from numba import types
+        _, types = _numba()
 
         if isinstance(kind, types.BaseTuple):
             return tuple(

@@ -92,7 +92,7 @@ def load_128_if(address: int, condition: int) -> Four:
 
 @op("ff", "l", "ld.global.cg.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_f32x2(address: int) -> tuple[float, float]:
-    return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
+    return struct.unpack("<2f", emulator.read_global(address, 8))
 
 
 @op(
@@ -118,7 +118,7 @@ def load_f32x4_if(address: int, condition: int) -> Four:
 def load_f32x2_if(address: int, condition: int) -> tuple[float, float]:
     if not condition:
         return (0.0, 0.0)
-    return struct.unpack("<2f", emulator.read_global(address, 8))  # type: ignore[return-value]
+    return struct.unpack("<2f", emulator.read_global(address, 8))
 
 
 @op(
@@ -295,7 +295,7 @@ def load_128(address: int) -> Four:
 
 @op("rr", "l", "ld.global.cg.v2.u32 {$0,$1}, [$2];", volatile=True)
 def load_64(address: int) -> tuple[int, int]:
-    return struct.unpack("<2I", emulator.read_global(address, 8))  # type: ignore[return-value]
+    return struct.unpack("<2I", emulator.read_global(address, 8))
 
 
 @op("r", "l", "ld.global.cg.u32 $0, [$1];", volatile=True)
@@ -333,7 +333,7 @@ def load_shared_128(address: int) -> Four:
 
 @op("ff", "r", "ld.shared.v2.f32 {$0,$1}, [$2];", volatile=True)
 def load_shared_f32x2(address: int) -> tuple[float, float]:
-    return _floats(emulator.read_shared(address, 8))  # type: ignore[return-value]
+    return _floats(emulator.read_shared(address, 8))
 
 
 @op("f", "r", "ld.shared.f32 $0, [$1];", volatile=True)
@@ -465,7 +465,7 @@ def store_async_64(address: int, value: int, barrier: int) -> None:
 
 @op("ffff", "r", "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", volatile=True)
 def load_shared_f32x4(address: int) -> Four:
-    return _floats(emulator.read_shared(address, 16))  # type: ignore[return-value]
+    return _floats(emulator.read_shared(address, 16))
 
 
 @op("", "rf", "st.shared.f32 [$0], $1;", memory=True)
@@ -480,7 +480,7 @@ def load_shared_half(address: int) -> float:
 
 @op("rr", "r", "ld.shared.v2.u32 {$0,$1}, [$2];", volatile=True)
 def load_shared_32x2(address: int) -> tuple[int, int]:
-    return struct.unpack("<2I", emulator.read_shared(address, 8))  # type: ignore[return-value]
+    return struct.unpack("<2I", emulator.read_shared(address, 8))
 
 
 def _matrices(address: int) -> list[list[int]]:
@@ -886,19 +886,24 @@ def any_lane(value: int) -> int:
     return int(any(emulator.current().warp.exchange(value)))
 
 
+def _words(value: int) -> list[int]:
+    """What the lanes of the warp bring, as unsigned words."""
+    return [int(x) & 0xFFFFFFFF for x in emulator.current().warp.exchange(value)]
+
+
 @op("r", "r", "redux.sync.max.u32 $0, $1, 0xffffffff;", volatile=True)
 def warp_max(value: int) -> int:
-    return max(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value))
+    return max(_words(value))
 
 
 @op("r", "r", "redux.sync.min.u32 $0, $1, 0xffffffff;", volatile=True)
 def warp_min(value: int) -> int:
-    return min(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value))
+    return min(_words(value))
 
 
 @op("r", "r", "redux.sync.add.u32 $0, $1, 0xffffffff;", volatile=True)
 def warp_sum(value: int) -> int:
-    return sum(x & 0xFFFFFFFF for x in emulator.current().warp.exchange(value)) & 0xFFFFFFFF
+    return sum(_words(value)) & 0xFFFFFFFF
 
 
 @op("r", "r", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", volatile=True)

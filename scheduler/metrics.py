@@ -158,6 +158,7 @@ _HELP = {
     "kv_blocks_total": "KV blocks of the pool.",
     "step_ms": "Duration of the last step, in ms.",
     "rows": "Rows of the last step.",
+    "late_steps": "Decode steps for which the GPU had to wait: launched after it had finished the step before.",
 }
 
 

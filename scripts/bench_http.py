@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 DEMO = ROOT / "gpu_worker" / "data" / "demo.tinyloop"
 WARM_TOKENS = 4
+BEAT_S = 1.5  # after which a worker has told what it counted
 INSTANT_CONNECTIONS = 32
 INSTANT_TOKENS = 32
 INSTANT_S = 5.0
@@ -245,6 +247,31 @@ def measure_http(
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
+class WorkerCounts:
+    """What the worker counts: steps, and those for which the GPU had to wait. The worker tells a beat after it has ended."""
+
+    NAMES = ("steps", "late_steps", "core_passes", "preemptions")
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.begin()
+
+    def begin(self) -> None:
+        """Counts from now on."""
+        self._began = self._read()
+
+    def _read(self) -> dict[str, float]:
+        time.sleep(BEAT_S)
+        _, text = self._stack.get("/metrics")
+        found = dict(
+            re.findall(r'^tinyloop_worker_(\w+)_total\{worker="[^"]*"\} (\S+)$', text, re.M)
+        )
+        return {name: float(found.get(name, 0)) for name in self.NAMES}
+
+    def since(self) -> dict[str, float]:
+        return {name: value - self._began[name] for name, value in self._read().items()}
+
+
 class CpuShares:
     """CPU time of each role of a stack, and of this process, as shares of one core."""
 
@@ -283,11 +310,17 @@ def measure(model: Path, load: Load, streams: list[int]) -> list[dict[str, Any]]
     with Stack(model, num_web=2, env=env) as stack:
         for num_streams in streams:
             alone = engine_in_a_process(stack.env, load, num_streams)
-            shares = CpuShares(stack)
-            over_http = measure_http(stack.url, load, num_streams, stream_once, begins=shares.begin)
+            shares, counts = CpuShares(stack), WorkerCounts(stack)
+
+            def begin(shares: CpuShares = shares, counts: WorkerCounts = counts) -> None:
+                counts.begin()
+                shares.begin()
+
+            over_http = measure_http(stack.url, load, num_streams, stream_once, begins=begin)
             cpu = shares.since()
             over_http.engine_cpu_ms = 1000 * cpu["worker"] / over_http.tokens_per_s
-            extras = {"of_engine": over_http.tokens_per_s / alone.tokens_per_s, "cpu": cpu}
+            share = over_http.tokens_per_s / alone.tokens_per_s
+            extras = {"of_engine": share, "cpu": cpu, "worker": counts.since()}
             rows.append(row("engine alone", num_streams, alone))
             rows.append(row("HTTP, streamed", num_streams, over_http) | extras)
     env = {"TINYLOOP_FAULT": "instant_worker"}
@@ -318,6 +351,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         of_engine = f"{100 * r['of_engine']:.0f} %" if "of_engine" in r else ""
         engine_cpu = "" if r["engine_cpu_ms"] is None else f"{r['engine_cpu_ms']:.2f}"
         cpu = ", ".join(f"{role} {100 * share:.0f} %" for role, share in r.get("cpu", {}).items())
+        if "worker" in r:
+            cpu += "; " + ", ".join(f"{n:.0f} {name}" for name, n in r["worker"].items())
         print(
             f"| {r['what']} | {r['streams']} | {r['ttft_ms']:.1f} | {r['tpot_ms']:.2f} "
             f"| {r['tokens_per_s']:.0f} | {r['requests_per_s']:.1f} | {of_engine} | {engine_cpu} | {cpu} |"
