@@ -35,7 +35,7 @@ WEIGHT_COPIES = 3  # on a GPU, at most: in the orders of several kernels
 DEVICE_SHARE = 0.85  # of what a GPU has free beside the weights; the rest is for activations
 # Running sequences up to which guesses pay, of the host's own and of the device's waves, by whether the device is the CPU. A step of guesses
 # that the host plans takes a GPU longer than plain steps, which it replays from one graph.
-MAX_SPECULATING = {True: (2, 2), False: (0, 8)}
+MAX_SPECULATING = {True: (2, 2), False: (0, 16)}
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
