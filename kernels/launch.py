@@ -15,7 +15,8 @@ from typing import Any
 from kernels.compiler import Variant, ptx_of
 
 _CTYPES: dict[str, Any] = {"l": ctypes.c_int64, "r": ctypes.c_int32, "f": ctypes.c_float}
-_CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
+# Of CUlaunchAttributeID.
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 2, 4, 6
 
 
 class CudaError(RuntimeError):
@@ -46,7 +47,11 @@ def launch_config(variant: Variant, grid: tuple[int, int], *, is_overlapped: boo
     values: list[tuple[int, tuple[int, ...]]] = []
     if variant.cluster > 1:
         values.append((_CLUSTER_DIMENSION, (variant.cluster, 1, 1)))
-    if is_overlapped:
+    if variant.is_together:
+        values.append(
+            (_COOPERATIVE, (1,))
+        )  # all blocks at a time or none, whoever else uses the device
+    elif is_overlapped:
         values.append((_PROGRAMMATIC_SERIALIZATION, (1,)))
     attributes = (LaunchAttribute * max(1, len(values)))()
     for attribute, (kind, numbers) in zip(attributes, values, strict=False):

@@ -49,6 +49,17 @@ def test_a_configuration_is_what_the_driver_reads() -> None:
         assert lists[0][first:last] == lists[1][first:last]
 
 
+def test_blocks_that_wait_for_each_other_run_all_or_none() -> None:
+    """Else two processes' kernels could each hold a part of the device and wait for the rest for ever."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    variant = Variant("any", lambda: None, "l", 256, is_together=True)
+    config = launch_config(variant, (132, 1), is_overlapped=True)
+    kinds = driver.CUlaunchAttributeID
+    assert config.num_attributes == 1
+    assert config.attributes[0].id == int(kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+    assert config.attributes[0].value[0] == 1
+
+
 def test_kernels_made_of_other_numbers_have_files_of_their_own() -> None:
     """Else one would be launched as the other: of one name, of two vocabularies or shapes."""
     choices = [
