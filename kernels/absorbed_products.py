@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from kernels.absorbed import CHAINS, AbsorbedLaunch, AbsorbedShape
-from kernels.absorbed_parts import GROUP, QUERY_FACTORS, join_factors, join_halves
+from kernels.absorbed import attention
+from kernels.absorbed_parts import QUERY_FACTORS, join_factors, join_halves, twice
+from kernels.absorbed_plan import plan
+from kernels.absorbed_shape import GROUP, AbsorbedLaunch, AbsorbedShape
 from kernels.compiler import Variant
 from kernels.device_code import device_function, traced
 from kernels.fragments import (
@@ -132,6 +134,11 @@ class ProductLaunch:
     def sum_slots(self) -> int:
         """Pairs of 8 that one block sends to one owner."""
         return -(-self.tiles * self.columns // RANKS)
+
+    @property
+    def staged_items(self) -> int:
+        """Eights of averages whose loads a thread of `values` has under way at a time."""
+        return 3 if self.column_tiles > 2 else 1
 
     @property
     def q_bytes(self) -> int:
@@ -515,31 +522,37 @@ def _make_stage(launch: ProductLaunch, slots: int) -> Any:
         """Averages with their (maximum, sum), joined in order."""
         top, total, words = parts[0]
         for more_top, more_total, more in parts[1:]:
-            top, total, old_share, share = join_factors(top, total, more_top, more_total)
-            words = [join_halves(a, b, old_share, share) for a, b in zip(words, more, strict=True)]
+            top, total, *both = join_factors(top, total, more_top, more_total)
+            shares = [twice(share) for share in both]
+            words = [join_halves(a, b, *shares) for a, b in zip(words, more, strict=True)]
         return top, total, words
 
     @traced()
     def stage(
-        averages: Any, meta: Any, head: Any, x: Any, item: Any, first_row: Any, rank: Any, rows: Any
-    ) -> None:
-        """Join 8 values of a row's averages and put them into their place as B fragments."""
-        row, unit = quotient(item, units), remainder(item, units)
-        column = rank * k_slice + unit * 8
-        is_row = less(row, rows)
-        is_real = is_row & less(column, d)
-        parts = []
-        for slot in range(slots):
-            place = ((first_row + smaller(row, rows - 1)) * slots + slot) * n_heads + head
-            told = load_f32x2_if(meta + wide(place) * 8, 1)
-            words = load_128_if(averages + (wide(place) * d + column) * 2, is_real)
-            parts.append((*told, list(words)))
-        if slots == CHAINS:
-            half = CHAINS // 2
-            parts = [join(parts[:half]), join(parts[half:])]
-        words = join(parts)[2]
-        place = ((unit >> 2) * column_tiles + (row >> 3)) * 512 + ((row & 7) * 4 + (unit & 3)) * 16
-        store_shared_128_if(x + place, *words, is_row)
+        averages: Any, meta: Any, head: Any, x: Any, first_item: Any, first_row: Any, rank: Any, rows: Any
+    ) -> None:  # fmt: skip
+        """Join 8 values of some rows' averages each and put them into their place as B fragments; all are asked for before any is used."""
+        asked: list[Any] = []
+        for i in range(launch.staged_items):
+            item = first_item + i * 32 * _VALUE_WARPS
+            row, unit = quotient(item, units), remainder(item, units)
+            column = rank * k_slice + unit * 8
+            is_row = less(row, rows)
+            is_real = is_row & less(column, d)
+            parts = []
+            for slot in range(slots):
+                place = ((first_row + smaller(row, rows - 1)) * slots + slot) * n_heads + head
+                told = load_f32x2_if(meta + wide(place) * 8, 1)
+                words = load_128_if(averages + (wide(place) * d + column) * 2, is_real)
+                parts.append((*told, list(words)))
+            asked.append((row, unit, is_row, parts))
+        for row, unit, is_row, parts in asked:
+            if slots > 2:
+                parts = [join(parts[: slots // 2]), join(parts[slots // 2 :])]
+            words = join(parts)[2]
+            place = ((unit >> 2) * column_tiles + (row >> 3)) * 512
+            place = place + ((row & 7) * 4 + (unit & 3)) * 16
+            store_shared_128_if(x + place, *words, is_row)
 
     return stage
 
@@ -555,7 +568,9 @@ def _make_values(launch: ProductLaunch, slots: int, target: ProductShape) -> Any
     )
     x_at, sums_at = launch.weight_bytes, launch.weight_bytes + launch.x_bytes
     bars_at, head_dim = sums_at + RANKS * launch.sum_slots * 64, shape.head_dim
-    warp_bars_at, column_tiles = bars_at + 8, launch.column_tiles
+    warp_bars_at, column_tiles, staged_items = (
+        bars_at + 8, launch.column_tiles, launch.staged_items,
+    )  # fmt: skip
     multiply = _make_multiply(product.k_steps // 2, launch.column_tiles)
     send, collect, stage = _make_send(launch), _make_collect(launch), _make_stage(launch, slots)
 
@@ -590,7 +605,7 @@ def _make_values(launch: ProductLaunch, slots: int, target: ProductShape) -> Any
         if thread_id() == 0:
             mbarrier_expect(sums_bar, ((rows * tiles - rank + ranks - 1) >> 3) * (ranks * 64))
         grid_dependency_wait()
-        for item in range(thread_id(), rows * units, num_threads):
+        for item in range(thread_id(), rows * units, num_threads * staged_items):
             stage(averages, meta, head, base + x_at, item, first_row, rank, rows)
         sync_block()
         cluster_wait()
@@ -629,3 +644,22 @@ def values(
         shared_bytes=shared,
         constants=(launch, attend, target),
     )
+
+
+def variants() -> dict[str, Variant]:
+    """The kernels of the 1B reference model with learned positions, for a check of the compiler's work."""
+    found: dict[str, Variant] = {}
+    target = ProductShape(1536, 1536, 4)
+    for kind in ("int4", "fp16"):
+        shape = AbsorbedShape(1536, 12, 12, 128, kind)
+        for split in (shape.chains, 2):
+            attend = AbsorbedLaunch(shape, split)
+            launch = ProductLaunch(shape, 8 if split == 2 else 1)
+            for variant in (
+                plan("absorbed_plan", attend),
+                attention("absorbed", attend),
+                query("absorbed_query", launch),
+                values("absorbed_values", launch, attend, target),
+            ):
+                found[variant.name] = variant
+    return found
