@@ -16,7 +16,15 @@ from torch import Tensor
 
 from gpu_worker import graphs
 from gpu_worker.graphs import DecodeSpec, DecodeWeights, column_tiles_for
-from kernels import absorbed, absorbed_plan, absorbed_products, fragments, step
+from kernels import (
+    absorbed,
+    absorbed_plan,
+    absorbed_products,
+    absorbed_query,
+    absorbed_values,
+    fragments,
+    step,
+)
 from kernels.absorbed_products import ProductLaunch
 from kernels.absorbed_shape import GROUP, AbsorbedLaunch, AbsorbedShape
 from kernels.compiler import Variant
@@ -86,10 +94,10 @@ def step_kernels(
     begin = step.StepShape(spec.d_model, 0, shapes["qkv"], tiles, has_learned_positions=True)
     variants |= {
         "begin": step.begin_step(begin),
-        "query": absorbed_products.query("absorbed_query", product),
+        "query": absorbed_query.query("absorbed_query", product),
         "plan": absorbed_plan.plan("absorbed_plan", attend),
         "attention": absorbed.attention("absorbed_attention", attend),
-        "values": absorbed_products.values("absorbed_values", product, attend, shapes["o"]),
+        "values": absorbed_values.values("absorbed_values", product, attend, shapes["o"]),
     }
     chunks = -(-rows // product.columns)
     grids |= {

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import absorbed, absorbed_plan, absorbed_products, emulator, fragments, reference
+from kernels import (
+    absorbed,
+    absorbed_plan,
+    absorbed_products,
+    absorbed_query,
+    absorbed_values,
+    emulator,
+    fragments,
+    reference,
+)
 from kernels.absorbed_products import ProductLaunch
 from kernels.absorbed_shape import AbsorbedLaunch, AbsorbedShape, query_place
 from kernels.compiler import Variant
@@ -208,7 +217,7 @@ def _values(
     packed = absorbed_products.pack_heads(
         absorbed_products.repeat_heads(weight.half(), shape), shape
     )
-    variant = absorbed_products.values("t", launch, AbsorbedLaunch(shape, split), target)
+    variant = absorbed_values.values("t", launch, AbsorbedLaunch(shape, split), target)
     chunks = -(-rows // launch.columns)
     _run(variant, (8 * shape.n_heads, chunks), packed, averages, meta, out, rows)
     place = fragments.packed_place(
@@ -274,7 +283,7 @@ class QueryCase:
         at, launch = torch.tensor(positions, dtype=torch.int32), ProductLaunch(shape, columns, 1)
         grid = (8 * (shape.n_heads + 1), -(-len(rows) // launch.columns))
         _run(
-            absorbed_products.query("t", launch), grid,
+            absorbed_query.query("t", launch), grid,
             absorbed_products.pack_heads(self.wq, shape), absorbed_products.pack_fold(self.wk, shape), packed,
             x.view(len(rows), -1, 16).square().sum(-1).contiguous(), queries, x, self.gain, *_pools(cache),
             cache.sink_of, tables, torch.tensor(rows, dtype=torch.int32), at, torch.stack([at // 64, at * 0], 1), len(rows),
