@@ -18,17 +18,19 @@ from gpu_worker.absorbed_graphs import AbsorbedWeights, step_kernels
 from gpu_worker.fused_graphs import Bucket, FusedGraphs, layer_of
 from gpu_worker.graphs import DecodeSpec
 from gpu_worker.rows import Rows
+from kernels import absorbed_plan
 from kernels.compiler import Variant
 from kernels.layout import BLOCK_SIZE, CutCache
 from kernels.runtime import launch
 
 
 class AbsorbedBucket(Bucket):
-    """With queries over inputs, and attention's averages of inputs with their maxima and sums."""
+    """With queries over inputs, what attention reads, and its averages of inputs with their maxima and sums."""
 
     queries: Tensor
     averages: Tensor
     meta: Tensor
+    lists: Tensor
 
 
 class AbsorbedDecode(FusedGraphs):
@@ -64,7 +66,23 @@ class AbsorbedDecode(FusedGraphs):
             rows, attend.slots, spec.n_heads, spec.d_model, dtype=torch.half, device=device
         )
         bucket.meta = torch.zeros(rows, attend.slots, spec.n_heads, 2, device=device)
+        room = absorbed_plan.list_units(attend, self._cache.max_blocks)
+        bucket.lists = torch.zeros(
+            spec.loops, rows, attend.split, room, 4, dtype=torch.int32, device=device
+        )
         return bucket
+
+    def _begin(
+        self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True, depths: Tensor | None = None
+    ) -> None:  # fmt: skip
+        if num_passes > 0:
+            assert isinstance(part, AbsorbedBucket)
+            launch(
+                part.variants["plan"], (part.rows, num_passes), self._block_tables, self._cut.sink_of, self._own,
+                self._by_name["positions"], self._row_info, self._by_name["windows"], part.lists,
+                self._cache.num_tables, self._cache.max_blocks, part.lists.shape[3], is_overlapped=False,
+            )  # fmt: skip
+        super()._begin(part, x, num_passes, gain, is_from_state=is_from_state, depths=depths)
 
     def _attend(self, part: Bucket, loop: int, layer: int) -> None:
         assert isinstance(part, AbsorbedBucket)
@@ -72,17 +90,18 @@ class AbsorbedDecode(FusedGraphs):
         cache: list[Tensor | int] = []
         for pool in (inputs.values, inputs.scales, inputs.exact_values, inputs.sink_values):
             cache += [layer_of(pool, layer), pool.stride(0) * pool.element_size()]
-        cache += [
+        places = [
             inputs.sink_of, self._block_tables, self._own, self._by_name["positions"], self._row_info,
         ]  # fmt: skip
         sizes = loop, self._cache.num_tables, self._cache.max_blocks
         launch(
             variants["query"], grids["query"], packed[f"{layer}.q"], packed[f"{layer}.k"], part.normed, part.squares,
-            part.queries, self.states, packed[f"{layer}.norm1"], *cache, part.rows, *sizes, self._spec.norm_eps,
+            part.queries, self.states, packed[f"{layer}.norm1"], *cache, *places, part.rows, *sizes, self._spec.norm_eps,
         )  # fmt: skip
         launch(
-            variants["attention"], grids["attention"], part.queries, *cache, self._by_name["windows"], self._slopes,
-            part.averages, part.meta, *sizes,
+            variants["attention"], grids["attention"], part.queries, *cache, part.lists[loop],
+            self._by_name["positions"], self._by_name["windows"], self._slopes, part.averages, part.meta,
+            part.lists.shape[3],
         )  # fmt: skip
         launch(
             variants["values"], grids["values"], packed[f"{layer}.v"], part.averages, part.meta, part.mixed, part.rows,

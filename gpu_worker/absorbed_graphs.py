@@ -16,10 +16,17 @@ from torch import Tensor
 
 from gpu_worker import graphs
 from gpu_worker.graphs import DecodeSpec, DecodeWeights, column_tiles_for
-from kernels import absorbed, absorbed_products, fragments, step
-from kernels.absorbed import AbsorbedLaunch, AbsorbedShape
-from kernels.absorbed_parts import GROUP
+from kernels import (
+    absorbed,
+    absorbed_plan,
+    absorbed_products,
+    absorbed_query,
+    absorbed_values,
+    fragments,
+    step,
+)
 from kernels.absorbed_products import ProductLaunch
+from kernels.absorbed_shape import GROUP, AbsorbedLaunch, AbsorbedShape
 from kernels.compiler import Variant
 from kernels.fragments import RANKS
 from kernels.launch import Library
@@ -65,9 +72,10 @@ def make_cache(
     )
 
 
-def split_for(rows: int) -> int:
+def split_for(shape: AbsorbedShape, rows: int) -> int:
     """Blocks that share a row's attention: about as many in all as there are multiprocessors."""
-    return 8 if rows <= 16 else 4 if rows <= 32 else 2
+    most = shape.chains
+    return most if rows * most <= 132 else most // 2 if rows * most <= 264 else 2
 
 
 def step_kernels(
@@ -81,18 +89,20 @@ def step_kernels(
     shape = shape_of(spec, kind)
     if absorbed_products.product_shape(shape).k_slice != shapes["qkv"].k_slice:
         raise ValueError(f"no absorbed step for {spec}")
-    attend = AbsorbedLaunch(shape, split or split_for(rows))
+    attend = AbsorbedLaunch(shape, split or split_for(shape, rows))
     product = ProductLaunch(shape, tiles, 1 if rows <= 16 else 3)
     begin = step.StepShape(spec.d_model, 0, shapes["qkv"], tiles, has_learned_positions=True)
     variants |= {
         "begin": step.begin_step(begin),
-        "query": absorbed_products.query("absorbed_query", product),
+        "query": absorbed_query.query("absorbed_query", product),
+        "plan": absorbed_plan.plan("absorbed_plan", attend),
         "attention": absorbed.attention("absorbed_attention", attend),
-        "values": absorbed_products.values("absorbed_values", product, attend, shapes["o"]),
+        "values": absorbed_values.values("absorbed_values", product, attend, shapes["o"]),
     }
     chunks = -(-rows // product.columns)
     grids |= {
         "begin": (rows, 1),
+        "plan": (rows, spec.loops),
         "query": (RANKS * (spec.n_heads + product.store_clusters), chunks),
         "attention": (rows * attend.split, 1),
         "values": (RANKS * spec.n_heads, chunks),
@@ -168,23 +178,24 @@ class AbsorbedRunner:
         self.queries = halves(rows, shape.query_bytes // 2)
         self.averages = halves(rows, self.attend.slots, spec.n_heads, d)
         self.meta = torch.zeros(rows, self.attend.slots, spec.n_heads, 2, device=device)
+        self._room = absorbed_plan.list_units(self.attend, max_blocks)
+        self.lists = ints(spec.loops, rows, self.attend.split, self._room, 4)
         self.logits = torch.zeros(rows, spec.vocab, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _launch(self, name: str, stream: int, *args: Any) -> None:
         kernel = self._library.get(self.variants[name])
-        is_overlapped = self._is_overlapped and name != "begin"
+        is_overlapped = self._is_overlapped and name not in ("plan", "begin")
         kernel.launch(self.grids[name], args, stream, is_overlapped=is_overlapped)
 
     def _cache_args(self, layer: int) -> list[int]:
-        """Addresses of a layer's part of the cache, each pool with the bytes of one of its blocks."""
+        """Addresses of a layer's part of the cache's pools, each with the bytes of one of its blocks."""
         cache = self.cache
         args: list[int] = []
         for pool in (cache.values, cache.scales, cache.exact_values, cache.sink_values):
             size = pool.element_size()
             args += [pool.data_ptr() + layer * pool.stride(1) * size, pool.stride(0) * size]
-        tables = (cache.sink_of, self.tables, self.exact_blocks, self.positions, self.row_info)
-        return args + [table.data_ptr() for table in tables]
+        return args
 
     def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
         """Put one whole step on a raw stream; `skip` leaves kernels out (to see their share of the time)."""
@@ -196,6 +207,14 @@ class AbsorbedRunner:
             self.queries.data_ptr(),
         )
         averages, meta = self.averages.data_ptr(), self.meta.data_ptr()
+        tables = [
+            table.data_ptr()
+            for table in (self.cache.sink_of, self.tables, self.exact_blocks, self.positions, self.row_info)
+        ]  # fmt: skip
+        self._launch(
+            "plan", stream, tables[1], tables[0], *tables[2:], self.windows.data_ptr(), self.lists.data_ptr(),
+            spec.loops, self._max_blocks, self._room,
+        )  # fmt: skip
         self._launch(
             "begin", stream, self.tokens.data_ptr(), w.address("embed"), w.address("pos"), x, squares,
             self.positions.data_ptr(), self.row_info.data_ptr(), self.tables.data_ptr(),
@@ -211,10 +230,11 @@ class AbsorbedRunner:
                 calls: dict[str, tuple[float, ...]] = {
                     "query": (
                         w.address(f"{layer}.q"), w.address(f"{layer}.k"), normed, squares, queries, x,
-                        w.address(f"{layer}.norm1"), *cache, rows, *sizes, eps,
+                        w.address(f"{layer}.norm1"), *cache, *tables, rows, *sizes, eps,
                     ),
                     "attention": (
-                        queries, *cache, self.windows.data_ptr(), 0, averages, meta, *sizes,
+                        queries, *cache, self.lists[loop].data_ptr(), self.positions.data_ptr(),
+                        self.windows.data_ptr(), 0, averages, meta, self._room,
                     ),
                     "values": (w.address(f"{layer}.v"), averages, meta, mixed, rows),
                     "o": (

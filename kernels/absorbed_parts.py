@@ -6,8 +6,9 @@ says what it is for and what lies where.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kernels.absorbed_shape import GROUP, SCALES_AT, SCORE_ROW, AbsorbedShape
 from kernels.device_code import traced
 from kernels.intrinsics import (
     bits_of,
@@ -18,6 +19,7 @@ from kernels.intrinsics import (
     exp2,
     f32_of,
     fma,
+    fma_half2,
     fmax,
     int_to_f32,
     less,
@@ -45,22 +47,11 @@ from kernels.intrinsics import (
     store_shared_f32_if,
     store_shared_f32x2_if,
     sum_of_warp,
-    unpack_half2,
     warp_max,
     wide,
 )
 from kernels.layout import NUM_SINKS
 
-if TYPE_CHECKING:
-    from kernels.absorbed import AbsorbedShape
-
-GROUP = 128  # values of the input that share a scale, and that one warp owns
-SCALES_AT = (
-    64 * GROUP // 2
-)  # in a stage: first the codes of 64 positions, then their scales, then their zeros
-STAGE_BYTES = SCALES_AT + 256
-PIECE = 16  # positions of a piece of an exact block, which fills a stage as 64 stored ones do
-SCORE_ROW = 68  # floats from head to head of a group's scores: stores of a warp meet no bank twice
 _NEVER = -1.0e30  # the score of a masked position: finite, so that an empty chain joins as nothing
 
 _SIGN = 1 << 31
@@ -103,13 +94,13 @@ def copy_stored(stage: Any, codes: Any, scales: Any, row_bytes: Any, lane: Any) 
 
 
 @traced()
-def copy_exact(stage: Any, source: Any, last: Any, wrap: Any, row_bytes: Any, lane: Any) -> None:
-    """A group's 16 exact positions; rows after `last` repeat others, so that nothing unwritten is read."""
+def copy_exact(stage: Any, source: Any, last: Any, row_bytes: Any, lane: Any) -> None:
+    """A group's 16 exact positions; those after `last` repeat it, so that nothing unwritten is read."""
     chunk = lane & 15
     for i in range(8):
         row = (lane >> 4) + 2 * i
         key = _exact_key(row)
-        from_row = smaller(row & wrap, last)
+        from_row = smaller(row, last)
         copy_async_16(
             stage + row * 256 + (chunk ^ key) * 16,
             source + wide(from_row * row_bytes + chunk * 16),
@@ -458,9 +449,12 @@ def join_factors(top: Any, total: Any, more_top: Any, more_total: Any) -> Any:
 
 
 def join_halves(old: Any, more: Any, old_share: Any, share: Any) -> Any:
-    """Two averages of two values each, rounded to halves."""
-    pairs = zip(unpack_half2(old), unpack_half2(more), strict=True)
-    return pack_half2(*(fma(share, b, old_share * a) for a, b in pairs))
+    """Two averages of two values each, in halves; shares as `twice` gives them."""
+    return fma_half2(more, share, mul_half2(old, old_share))
+
+
+def twice(share: Any) -> Any:
+    return pack_half2(share, share)
 
 
 def make_close(shape: AbsorbedShape, is_joined: bool) -> Any:
@@ -483,7 +477,8 @@ def make_close(shape: AbsorbedShape, is_joined: bool) -> Any:
             if is_joined:
                 before = load_shared_f32x2(joined + column * 8)
                 both = join_factors(before[0], before[1], top, total)
-                store_shared_f32x2_if(shares + column * 16 + 8, both[2], both[3], is_lane)
+                first, second = (f32_of(twice(share)) for share in both[2:])
+                store_shared_f32x2_if(shares + column * 16 + 8, first, second, is_lane)
                 top, total = select(top, both[0], is_first), select(total, both[1], is_first)
                 store_shared_f32x2_if(joined + column * 8, top, total, is_lane)
             is_told_here = is_told & is_lane & less(head, shape.n_heads)
@@ -551,12 +546,12 @@ def make_join(shape: AbsorbedShape) -> Any:
     def join(words: Any, kept: Any, shares: Any, lane: Any) -> Any:
         """The averages of what was put aside and this chain."""
         places = _places(shape, lane)
-        factors = [load_shared_f32x4(shares + head * 16) for _, _, head in places]
+        factors = [load_shared_128(shares + head * 16)[2:] for _, _, head in places]
         olds: list[Any] = []
         for i in range(0, len(words), 4):
             olds += load_shared_128(kept + lane * 16 + i * 128)
         return tuple(
-            join_halves(old, word, *factors[i % len(factors)][2:])
+            join_halves(old, word, *factors[i % len(factors)])
             for i, (old, word) in enumerate(zip(olds, words, strict=True))
         )
 

@@ -288,6 +288,12 @@ def store_64(address: int, value: int) -> None:
     emulator.write_global(address, (value & (2**64 - 1)).to_bytes(8, "little"))
 
 
+@op("rrrr", "l", "ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
+def load_constant_128(address: int) -> Four:
+    """Numbers that nothing writes while this kernel runs (they may stay in the L1 cache)."""
+    return struct.unpack("<4I", emulator.read_global(address, 16))
+
+
 @op("rrrr", "l", "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", volatile=True)
 def load_128(address: int) -> Four:
     return struct.unpack("<4I", emulator.read_global(address, 16))

@@ -34,7 +34,7 @@ Job = tuple[str, int, str, str]
 
 # Modules of kernels that need no model to be compiled for: each has a `variants()` by name.
 MODULES = (
-    "sampling", "cuda_dense", "cuda_attention", "prompt", "prompt_attention", "absorbed", "cuda_fragments", "wave", "step",
+    "sampling", "cuda_dense", "cuda_attention", "prompt", "prompt_attention", "absorbed_values", "cuda_fragments", "wave", "step",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from gpu_worker.absorbed_graphs import (  # noqa: E402
     step_kernels,
 )
 from gpu_worker.graphs import DecodeSpec  # noqa: E402
-from kernels.absorbed_parts import GROUP  # noqa: E402
+from kernels.absorbed_shape import GROUP  # noqa: E402
 from kernels.compiler import ptx_of  # noqa: E402
 from kernels.launch import Library  # noqa: E402
 from kernels.layout import NUM_SINKS, CutCache  # noqa: E402

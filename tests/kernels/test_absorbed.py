@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import absorbed, absorbed_products, emulator, fragments, reference
-from kernels.absorbed import AbsorbedLaunch, AbsorbedShape, query_place
+from kernels import (
+    absorbed,
+    absorbed_plan,
+    absorbed_products,
+    absorbed_query,
+    absorbed_values,
+    emulator,
+    fragments,
+    reference,
+)
 from kernels.absorbed_products import ProductLaunch
+from kernels.absorbed_shape import AbsorbedLaunch, AbsorbedShape, query_place
 from kernels.compiler import Variant
 from kernels.fragments import PRESCALE, ProductShape
 from kernels.layout import CutCache, Paging
@@ -115,11 +124,17 @@ class Case:
             torch.full((*size, shape.d_model), torch.nan).half(),
             torch.full((*size, 2), torch.nan),
         )
+        windows = torch.full((len(some),), self.window, dtype=torch.int32)
+        blocks = self.tables.shape[2]
+        room = absorbed_plan.list_units(launch, blocks)
+        lists = torch.full((len(some), split, room, 4), -1, dtype=torch.int32)
         _run(
-            absorbed.attention("t", launch), (len(some) * split, 1), queries.half(), *_pools(self.cache),
-            self.tables[some].contiguous(), some.int(), positions, info,
-            torch.full((len(some),), self.window, dtype=torch.int32), self.slopes * LOG2E, out, meta,
-            0, 1, self.tables.shape[2],
+            absorbed_plan.plan("t", launch), (len(some), 1), self.tables[some].contiguous(), self.cache.sink_of,
+            some.int(), positions, info, windows, lists, 1, blocks, room,
+        )  # fmt: skip
+        _run(
+            absorbed.attention("t", launch), (len(some) * split, 1), queries.half(), *_pools(self.cache), lists,
+            positions, windows, self.slopes * LOG2E, out, meta, room,
         )  # fmt: skip
         return out, meta
 
@@ -134,7 +149,7 @@ def _pools(cache: CutCache) -> list[Tensor | int]:
             found += [pool.data_ptr() + LAYER * pool.stride(1) * size, pool.stride(0) * size]
         else:
             found += [0, 0]
-    return [*found, cache.sink_of]
+    return found
 
 
 def _joined(averages: Tensor, meta: Tensor) -> Tensor:
@@ -151,10 +166,10 @@ def _shape(kind: str, d: int = 128, heads: int = 3, has_alibi: bool = False) -> 
 @pytest.mark.parametrize(
     ("shape", "positions", "split", "window"),
     [
-        (_shape("int4", 256), [70], 8, 0),
+        (_shape("int4", 256), [70], 10, 0),
         (_shape("int4"), [0, 63], 2, 0),
-        (_shape("int4", heads=9), [130], 4, 0),
-        (_shape("int4", has_alibi=True), [150], 8, 40),
+        (_shape("int4", heads=9), [130], 5, 0),
+        (_shape("int4", has_alibi=True), [150], 10, 40),
         (_shape("fp16", 256), [70], 8, 0),
         (_shape("fp16", has_alibi=True), [150, 16], 2, 40),
     ],
@@ -179,14 +194,14 @@ def test_attention_reads_what_the_twin_reads(
 def test_sinks_without_an_exact_copy_are_read_as_stored() -> None:
     case = Case(_shape("int4"), [200], 60)
     case.cache.sink_of.fill_(-1)
-    got = _joined(*case.averages(8))
+    got = _joined(*case.averages(10))
     torch.testing.assert_close(got, case.expected(), rtol=2e-3, atol=2e-3)
 
 
 def test_no_row_gives_zeros() -> None:
     case = Case(_shape("int4"), [5])
     case.positions = [-1]
-    averages, meta = case.averages(8)
+    averages, meta = case.averages(10)
     assert not averages.any() and not meta[..., 1].any()
 
 
@@ -202,7 +217,7 @@ def _values(
     packed = absorbed_products.pack_heads(
         absorbed_products.repeat_heads(weight.half(), shape), shape
     )
-    variant = absorbed_products.values("t", launch, AbsorbedLaunch(shape, split), target)
+    variant = absorbed_values.values("t", launch, AbsorbedLaunch(shape, split), target)
     chunks = -(-rows // launch.columns)
     _run(variant, (8 * shape.n_heads, chunks), packed, averages, meta, out, rows)
     place = fragments.packed_place(
@@ -214,15 +229,15 @@ def _values(
 def test_a_row_has_its_bits_in_any_company_and_spread() -> None:
     """Nine stored blocks, so that a chain has two; the last product joins what blocks of many rows join themselves."""
     case = Case(_shape("int4", heads=2), [580, 3])
-    alone, many = case.averages(8, [0]), case.averages(2)
+    alone, many = case.averages(10, [0]), case.averages(2)
     joined = _values(case.shape, 2, *many)
-    assert torch.equal(_values(case.shape, 8, *alone)[0], joined[0])
+    assert torch.equal(_values(case.shape, 10, *alone)[0], joined[0])
     torch.testing.assert_close(_joined(*many), case.expected(), rtol=2e-3, atol=2e-3)
 
 
 def test_a_block_of_two_chains_gives_what_two_blocks_give() -> None:
     case = Case(_shape("int4", heads=2), [70, 3])
-    alone, both = case.averages(8, [0]), case.averages(4, [1, 0])
+    alone, both = case.averages(10, [0]), case.averages(5, [1, 0])
     assert torch.equal(both[0][1], alone[0][0]) and torch.equal(both[1][1], alone[1][0])
 
 
@@ -268,10 +283,10 @@ class QueryCase:
         at, launch = torch.tensor(positions, dtype=torch.int32), ProductLaunch(shape, columns, 1)
         grid = (8 * (shape.n_heads + 1), -(-len(rows) // launch.columns))
         _run(
-            absorbed_products.query("t", launch), grid,
+            absorbed_query.query("t", launch), grid,
             absorbed_products.pack_heads(self.wq, shape), absorbed_products.pack_fold(self.wk, shape), packed,
             x.view(len(rows), -1, 16).square().sum(-1).contiguous(), queries, x, self.gain, *_pools(cache),
-            tables, torch.tensor(rows, dtype=torch.int32), at, torch.stack([at // 64, at * 0], 1), len(rows),
+            cache.sink_of, tables, torch.tensor(rows, dtype=torch.int32), at, torch.stack([at // 64, at * 0], 1), len(rows),
             0, 1, 2, 1e-6,
         )  # fmt: skip
         return queries, cache
