@@ -216,7 +216,7 @@ class FusedGraphs(DecodeGraphs):
             launch(
                 core.variant, core.grid, core.shares, core.pointers[last_gain], core.told, self.states, pool,
                 pool.stride(0), part.slots, self._rope, self._block_tables, by_name["positions"], self._row_info,
-                by_name["windows"], core.results, self.logits if has_head else None, None, part.rows,
+                by_name["windows"], core.results, self.logits if has_head else None, part.rows,
                 num_passes * self._spec.layers, self._cache.num_tables, self._cache.max_blocks, self._spec.norm_eps,
             )  # fmt: skip
             return

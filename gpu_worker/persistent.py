@@ -21,11 +21,11 @@ from gpu_worker.graphs import (
 from kernels import persistent
 from kernels.compiler import Variant
 from kernels.launch import Library
-from kernels.persistent import STAMPS, CoreLaunch, CoreShape
+from kernels.persistent_shapes import CoreLaunch, CoreShape, results_size, share_words
 from kernels.persistent_shares import share_tiles
 
 MAX_ROWS = 8
-PROVEN_ROWS = 0  # its last form has been run on the emulator alone; `scripts/gpu_check.py --only core` says whether it may be raised
+PROVEN_ROWS = 8  # up to so many it had the right bits in hundreds of replays on an H200 (`scripts/gpu_check.py --only core`)
 _SM_BYTES = 227 * 1024  # of shared memory that a block can have
 
 
@@ -36,8 +36,12 @@ def core_launch(spec: DecodeSpec, rows: int, **options: Any) -> CoreLaunch:
         spec.d_model, spec.d_ff, spec.layers, spec.heads, spec.attention, shapes["qkv"], shapes["o"],
         shapes["gate_up"], shapes["down"], shapes["head"],
     )  # fmt: skip
-    # what more rows' sums leave room for
-    options = {"most_tiles": 4 if rows == 1 else 2} | options
+    # measured: what makes one row faster makes eight slower, and the other way round
+    if rows == 1:
+        team = 1 if spec.head_dim % 128 else 2
+        options = {"most_tiles": 4, "team": team, "has_prefetch": True} | options
+    else:
+        options = {"most_tiles": 2, "urgent": 3} | options
     return CoreLaunch(shape, 1 if rows == 1 else MAX_ROWS, **options)
 
 
@@ -99,7 +103,7 @@ class PersistentCore:
         def table(words: list[int], kind: torch.dtype) -> Tensor:
             return torch.tensor(words, dtype=kind, device=device)
 
-        self.shares = table(persistent.share_words(shape, num_blocks), torch.int32)
+        self.shares = table(share_words(shape, num_blocks), torch.int32)
         names = [
             f"{layer}.{name}"
             for layer in range(spec.layers)
@@ -112,7 +116,7 @@ class PersistentCore:
         }
         calls, at = max_loops * spec.layers, shape.told_at
         told_words = (calls + 1) * at["end"] // 4
-        results = 2 * persistent.results_size(shape.attention, rows)
+        results = 2 * results_size(shape.attention, rows)
         self._memory = torch.zeros(told_words + results, dtype=torch.int32, device=device)
         self.told, self.results = self._memory[:told_words], self._memory[told_words:]
         self.normed = self.told[at["normed"] // 4 :][: at["squares"] // 4].view(torch.half)
@@ -144,10 +148,6 @@ class PersistentRunner(DecodeRunner):
         )
         self.variants["core"], self.grids["core"] = self.core.variant, self.core.grid
         self.normed, self.squares = self.core.normed, self.core.squares
-        calls = spec.loops * spec.layers
-        self.stamps = torch.zeros(
-            (calls + 1) * STAMPS, num_blocks, dtype=torch.int64, device=device
-        )
 
     def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
         """Put one whole step on a raw stream; nothing but `core` can be skipped."""
@@ -165,6 +165,6 @@ class PersistentRunner(DecodeRunner):
             "core", stream, core.shares.data_ptr(), core.pointers["norm"].data_ptr(), core.told.data_ptr(),
             self.x.data_ptr(), self.cache.exact.data_ptr(), spec.exact_block_bytes, self.slots.data_ptr(),
             self.rope.data_ptr(), self.tables.data_ptr(), self.positions.data_ptr(), self.row_info.data_ptr(), 0,
-            core.results.data_ptr(), self.logits.data_ptr(), self.stamps.data_ptr(), self.rows,
+            core.results.data_ptr(), self.logits.data_ptr(), self.rows,
             spec.loops * spec.layers, spec.loops, self._max_blocks, spec.norm_eps,
         )  # fmt: skip

@@ -320,6 +320,18 @@ def mbarrier_wait(address: int, parity: int) -> None:
         barrier.landing = []
 
 
+def mbarrier_test(address: int, parity: int) -> int:
+    """Whether the phase has ended; a thread that asks again and again lets others run."""
+    if _failed.is_set():
+        raise threading.BrokenBarrierError
+    barrier = current().block.mbarriers[address]
+    with barrier.lock:
+        has_ended = barrier.phase % 2 != parity
+    if not has_ended:
+        time.sleep(_POLL_S)
+    return int(has_ended)
+
+
 def run(
     kernel: Callable[..., None],
     grid: tuple[int, int],

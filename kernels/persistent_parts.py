@@ -94,14 +94,16 @@ def make_look_x(shape: ProductShape, is_normed: bool) -> Any:
 
 
 def make_look_some_x(shape: ProductShape) -> Any:
-    """Whether a word of a chain's x has not come: one of row 0 and each tile of 16 columns."""
+    """Whether a word of a chain's x has come, of those that are asked for: one of row 0 and each tile of 16 columns."""
     pairs = shape.k_steps // 2
 
     @traced("r")
     def look(x: Any, chain: Any, lane: Any) -> Any:
         is_there = less(lane, 2 * pairs) & less(chain * (pairs * 32) + lane * 16, shape.k)
         place = (chain * pairs + (lane >> 1)) * 512 + (lane & 1) * 8
-        return lacks_any_half([poll_32_if(x + place, is_there)])
+        is_missing = lacks_any_half([poll_32_if(x + place, is_there)])
+        has_none = 1 - less(chain * (pairs * 32), shape.k)
+        return (is_there & (1 - is_missing)) | has_none
 
     return look
 
@@ -242,8 +244,8 @@ def make_share_scores(shape: AttentionShape) -> Any:
     return give, take
 
 
-def make_tile_values(shape: AttentionShape) -> Any:
-    tiles = shape.head_dim // 64
+def make_tile_values(shape: AttentionShape, team: int) -> Any:
+    tiles = shape.head_dim // (64 * team)
 
     def make_add(tile: int) -> Any:
         @traced("f" * (4 * tiles))
@@ -269,13 +271,13 @@ def make_tile_values(shape: AttentionShape) -> Any:
     return [make_add(min(i, tiles - 1)) for i in range(4)], correct, zeros
 
 
-def make_patch(shape: AttentionShape) -> Any:
+def make_patch(shape: AttentionShape, team: int) -> Any:
     """Bring one position, whose key and value this step made, into the copies of a block's quarters in shared memory.
 
     Keys lie in pieces of 64 dims, values in pieces of 16, as they are fetched.
     """
     dim = shape.head_dim
-    key_words, value_words = dim // 64, max(1, dim // 128)
+    key_words, value_words, share = dim // 64, max(1, dim // (128 * team)), dim // (4 * team)
     count = key_words + value_words
 
     @traced("r" * count, is_tuple=True)
@@ -283,7 +285,7 @@ def make_patch(shape: AttentionShape) -> Any:
         """Words of the new key and of the quarter of the new value, as far as they have come."""
         words = [poll_32_if(keys + (64 * i + lane * 2) * 2, is_wanted) for i in range(key_words)]
         for i in range(value_words):
-            d = quarter * (dim // 4) + ((32 * i + lane) & (dim // 4 - 1))
+            d = quarter * share + ((32 * i + lane) & (share - 1))
             words.append(poll_32_if(values + (d & 1022) * 2, is_wanted))
         return tuple(words)
 
@@ -303,7 +305,7 @@ def make_patch(shape: AttentionShape) -> Any:
     ) -> None:
         """The quarter's `piece`-th 16 dims, which lie at `values`: by the lanes that have them."""
         for i in range(value_words):
-            in_quarter = (32 * i + lane) & (dim // 4 - 1)
+            in_quarter = (32 * i + lane) & (share - 1)
             half = words[key_words + i] >> ((in_quarter & 1) * 16)
             at = value_place(position & 63, in_quarter & 15) * 2
             is_here = same(in_quarter >> 4, piece)
@@ -317,8 +319,8 @@ def result_words(shape: AttentionShape) -> int:
     return shape.head_dim + 2
 
 
-def make_send(shape: AttentionShape) -> Any:
-    width, tiles = result_words(shape), shape.head_dim // 64
+def make_send(shape: AttentionShape, team: int) -> Any:
+    width, tiles = result_words(shape), shape.head_dim // (64 * team)
 
     @traced()
     def send(out: Any, state: Any, results: Any, quarter: Any, tag: Any, lane: Any) -> None:

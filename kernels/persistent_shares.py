@@ -28,10 +28,14 @@ def share_tiles(
     taken = [sum(counts[p][b] * size[p] for p in (1, 2, 3)) for b in range(num_blocks)]
     free = used[0]
     most = (free + sum(taken)) / num_blocks
+    # pieces of down that a block's warps still work on leave less of their rings to qkv, which comes next
     cap = max(MOST_QKV, -(-free // num_blocks))
-    while sum(max(0, min(cap, int(most - t))) for t in taken) < free:
+    caps = [cap // 2 if n else cap for n in counts[3]]
+    if sum(caps) < free:
+        caps = [cap] * num_blocks
+    while sum(max(0, min(c, int(most - t))) for c, t in zip(caps, taken, strict=True)) < free:
         most += 1 / 8
-    room = [max(0, min(cap, int(most - t))) for t in taken]
+    room = [max(0, min(c, int(most - t))) for c, t in zip(caps, taken, strict=True)]
     for _ in range(sum(room) - free):
         room[max(range(num_blocks), key=lambda b: taken[b] + room[b])] -= 1
     counts[0] = room
@@ -49,3 +53,12 @@ def share_tiles(
                 ahead += -1 if half else 1
         shares.append(share)
     return shares
+
+
+def seats(shares: Sequence[Sequence[tuple[int, int, int]]]) -> list[int]:
+    """In which order the blocks take items of attention: those with the fewest tiles of qkv, which comes before it, first."""
+    order = sorted(range(len(shares)), key=lambda block: (shares[block][0][1], block))
+    places = [0] * len(shares)
+    for place, block in enumerate(order):
+        places[block] = place
+    return places

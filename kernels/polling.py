@@ -8,7 +8,6 @@ Where memory is used again and again, a word comes with a tag in one 64-bit stor
 from __future__ import annotations
 
 import struct
-import time
 from typing import Any
 
 from kernels import emulator
@@ -113,12 +112,6 @@ def narrow(x: int) -> int:
     return x
 
 
-@op("l", "", "mov.u64 $0, %clock64;", memory=True)
-def clock() -> int:
-    """The multiprocessor's cycles so far."""
-    return time.perf_counter_ns()
-
-
 @op("l", "l", "ld.global.nc.s64 $0, [$1];", volatile=True)
 def load_constant_i64(address: int) -> int:
     """A number that nothing writes while this kernel runs."""
@@ -141,6 +134,12 @@ def fence_async_shared() -> None:
     """Order this thread's accesses to shared memory before later bulk copies into it."""
 
 
+@op("", "lr", "cp.async.bulk.prefetch.L2.global [$0], $1;", memory=True)
+def bulk_prefetch(address: int, num_bytes: int) -> None:
+    """Bring what a bulk copy will read later into the L2 cache."""
+    emulator.read_global(address, num_bytes)
+
+
 @op(
     "",
     "rlrr",
@@ -151,3 +150,14 @@ def fence_async_shared() -> None:
 def bulk_copy_once(shared: int, address: int, num_bytes: int, barrier: int) -> None:
     """A bulk copy of what is not needed again soon: it leaves the L2 cache before all else (`evict_first`)."""
     emulator.bulk_copy(shared, address, num_bytes, barrier)
+
+
+@op(
+    "r",
+    "rr",
+    "{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p;}",
+    memory=True,
+)
+def mbarrier_test(address: int, parity: int) -> int:
+    """Whether the barrier's phase of this parity has ended."""
+    return emulator.mbarrier_test(address, parity)

@@ -26,6 +26,7 @@ SLOW = {
     "test_linear.py::test_wide_products_have_the_bits_of_single_rows[rounds_with_kept_x]",
     "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[row]",
     "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[rows]",
+    "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[team]",
     "test_sampling.py::test_choose_follows_the_order_of_the_design[False-2]",
 }
 

@@ -10,11 +10,12 @@ import torch
 
 from gpu_worker.graphs import DecodeCache, DecodeRunner, DecodeSpec, DecodeWeights
 from gpu_worker.persistent import PersistentRunner, core_launch
-from kernels import emulator, persistent
+from kernels import emulator
 from kernels.compiler import Variant
 from kernels.launch import Library
 from kernels.linear import Launch
-from kernels.persistent_shares import share_tiles
+from kernels.persistent_shapes import PRODUCTS
+from kernels.persistent_shares import seats, share_tiles
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +84,15 @@ def _register(runner: DecodeRunner) -> None:
 
 
 SMALL = DecodeSpec(64, 1, 1, 64, 48, 40, 1, 2, max_pos=2048)
+WIDER = DecodeSpec(64, 1, 1, 128, 48, 40, 1, 1, max_pos=2048)
 
 
 @pytest.mark.parametrize(
     ("spec", "positions", "blocks", "options"),
     [
-        pytest.param(SMALL, [70], 2, {"groups": 2}, id="row"),
+        pytest.param(SMALL, [70], 2, {"groups": 2, "urgent": 3, "has_prefetch": True}, id="row"),
         pytest.param(SMALL, [64, -1, 0], 2, {"groups": 2}, id="rows"),
+        pytest.param(WIDER, [1030], 2, {"groups": 2, "team": 2, "has_prefetch": True}, id="team"),
     ],
 )
 def test_gives_the_bits_of_the_kernels_one_by_one(
@@ -127,7 +130,7 @@ def test_tiles_are_shared_out_once_and_evenly() -> None:
     shape = core_launch(REFERENCE, 1).shape
     shares = share_tiles(shape.products, 132)
     loads = [0.0] * 132
-    for p, name in enumerate(persistent.PRODUCTS):
+    for p, name in enumerate(PRODUCTS):
         product = getattr(shape, name)
         tiles = [t for share in shares for t in range(share[p][0], share[p][0] + share[p][1])]
         assert tiles == list(range(-(-product.n // 16)))
@@ -136,3 +139,9 @@ def test_tiles_are_shared_out_once_and_evenly() -> None:
                 a + share[p][1] * product.tile_bytes for a, share in zip(loads, shares, strict=True)
             ]
     assert max(loads) < 1.12 * sum(loads) / 132
+    # a third tile of qkv behind one of down would not find room in the rings before it is needed
+    assert all(qkv[1] <= 2 for qkv, _, _, down, _ in shares if down[1])
+    places = seats(shares)
+    assert sorted(places) == list(range(132))
+    in_order = [shares[places.index(place)][0][1] for place in range(132)]
+    assert in_order == sorted(in_order)
