@@ -150,7 +150,11 @@ def _warpgroup_launch(shape: ProductShape, column_tiles: int) -> WideLaunch:
         launch = _deepest(whole, _SM_BYTES)
         if launch.stages == launch.block_steps and launch.shared_bytes <= _SM_BYTES:
             return launch
-        return _deepest(replace(whole, steps=4 if shape.k_steps % 4 == 0 else 2), _SM_BYTES)
+        deep = next(n for n in (6, 4, 2) if shape.k_steps % n == 0)
+        return _deepest(replace(whole, steps=deep), _SM_BYTES)
+    if parts == 2:
+        few = 4 if shape.k_steps % 4 == 0 else 2
+        return _deepest(replace(whole, steps=few), SHARED_BLOCK_BYTES)
     steps = [n for n in range(2, shape.k_steps // 2 + 1, 2) if shape.k_steps % n == 0] or [2]
     launches = [_deepest(replace(whole, steps=n), SHARED_BLOCK_BYTES) for n in steps]
     return [launch for launch in launches if launch.stages > 2 or launch.steps == 2][-1]

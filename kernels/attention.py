@@ -6,7 +6,8 @@ streams over a cluster of 8 blocks, many rows keep them in one block: the same b
 
 Keys are the A operand of `mma.sync` and the query heads of a group its columns; the weights p, transposed in
 registers, are the B operand for the transposed values. Each warp feeds itself by bulk copies through a ring.
-Blocks that were complete before the step are fetched before the kernel in front has ended.
+Blocks that were complete before the step are fetched before the kernel in front has ended. They leave the L2 cache before all else,
+which keeps part of the weights there from one loop to the next.
 
 Formats: `fp16`; `int4` (`attention_int4`) stores complete blocks as 4-bit numbers with a scale and an offset per position, k or v
 and kv head, and reads the row's own block and the first NUM_SINKS keys exactly.
@@ -38,7 +39,6 @@ from kernels.compiler import Variant
 from kernels.device_code import device_function
 from kernels.intrinsics import (
     block_x,
-    bulk_copy,
     cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
@@ -59,6 +59,7 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
+from kernels.polling import bulk_copy_once
 
 __all__ = ["AttentionLaunch", "AttentionShape", "attention", "choose_launch"]
 
@@ -127,7 +128,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                     if lane == 0:
                         source = stored + wide(entry) * block_bytes + part * chunk_bytes
                         mbarrier_expect(bar, chunk_bytes)
-                        bulk_copy(target, source, chunk_bytes, bar)
+                        bulk_copy_once(target, source, chunk_bytes, bar)
                     loads += 1
                 part += 1
                 if part == parts:

@@ -61,6 +61,7 @@ from kernels.intrinsics import (
     wide,
 )
 from kernels.layout import NUM_SINKS
+from kernels.polling import bulk_copy_once
 
 if TYPE_CHECKING:
     from kernels.attention_shapes import AttentionLaunch
@@ -113,7 +114,7 @@ def make_kernel(launch: AttentionLaunch) -> Any:
             slot = remainder(loads, stages)
             source = stored + wide(entry) * block_bytes + part * stored_bytes
             mbarrier_expect(bars + slot * 8, stored_bytes)
-            bulk_copy(ring + slot * stage_bytes, source, stored_bytes, bars + slot * 8)
+            bulk_copy_once(ring + slot * stage_bytes, source, stored_bytes, bars + slot * 8)
         loads += 1
         part ^= 1
         if part == 0:

@@ -157,8 +157,10 @@ def choose_launch(
         plan = (few, 16 // few, 4, 1)
     elif units <= 132:
         plan = (1, 8, 2 if is_int4 else 3, 1)
+    elif is_int4:
+        plan = (1, 2, 2, 6)
     else:
-        plan = (1, 2, 2, 6) if is_int4 else (1, 4, 3, 2)
+        plan = (1, 4, 3, 2) if units <= 264 else (1, 4, 2, 3)
 
     def launch_of(cluster: int, num_warps: int, stages: int) -> AttentionLaunch:
         return AttentionLaunch(

@@ -578,6 +578,11 @@ def grid_dependency_wait() -> None:
     """Wait until all earlier kernels have ended and their writes can be read."""
 
 
+@op("", "", "fence.proxy.async;", memory=True)
+def fence_async_all() -> None:
+    """Order what this thread may see of all memory before its later bulk copies; waits for its accesses on the whole device."""
+
+
 @op("", "", "fence.proxy.async.global;", memory=True)
 def fence_async() -> None:
     """Order what this thread may see of global memory before its later bulk copies from there.

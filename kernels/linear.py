@@ -22,7 +22,6 @@ from kernels.fragments import RANKS, ProductShape
 from kernels.intrinsics import (
     block_x,
     block_y,
-    bulk_copy,
     cluster_arrive_relaxed,
     cluster_rank,
     cluster_wait,
@@ -58,6 +57,7 @@ from kernels.linear_parts import (
 )
 from kernels.linear_wide import make_wide_kernel
 from kernels.linear_wide_parts import SHARED_BLOCK_BYTES, WideLaunch
+from kernels.polling import bulk_copy_once
 
 # How the lanes that hold a tile's 8 pairs differ, here and in the wide kernel.
 PAIR_MASKS, WIDE_PAIR_MASKS = (1, 2, 4), (4, 8, 16)
@@ -181,9 +181,8 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
             slot = remainder(turn, stages)
             bar = base + bars_at + warp * (8 * stages) + slot * 8
             mbarrier_expect(bar, warp_bytes)
-            bulk_copy(
-                base + slot * stage_bytes + warp * warp_bytes, weights + place, warp_bytes, bar
-            )
+            there = base + slot * stage_bytes + warp * warp_bytes
+            bulk_copy_once(there, weights + place, warp_bytes, bar)
 
     @device_function
     def owned(i: Any, rank: Any, rows: Any) -> Any:
