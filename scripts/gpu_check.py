@@ -389,29 +389,39 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
     return full
 
 
+def mix_rows(runner: DecodeRunner) -> None:
+    """Eight rows as an engine has them: four neighbouring positions of one sequence, three other lengths, no row."""
+    runner.tables[1:4] = runner.tables[0]
+    runner.positions.copy_(torch.tensor([1022, 1023, 1024, 1025, 63, 64, 0, -1]))
+    runner.row_info[:, 0] = torch.tensor([15, 15, 15, 15, 0, 1, 0, 0])
+
+
 def check_core(report: Report, tensors: dict[str, Tensor], library: Library) -> None:
     """The one kernel of few rows beside the kernels one by one: the same bits in many replays, and its time."""
     weights = DecodeWeights(REFERENCE, tensors)
     num_blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    for rows in (1, 8):
-        for context in (1024, 0, 63, 1000):
-            plain = make_runner(REFERENCE, weights, rows, context, library)
-            blocks = plain.tables.shape[2]
-            core = PersistentRunner(weights, plain.cache, rows, blocks, library, num_blocks)
-            for name in ("tables", "exact_blocks", "positions", "row_info", "tokens"):
-                getattr(core, name).copy_(getattr(plain, name))
-            graphs = plain.capture(), core.capture()
-            graphs[0].replay()
-            want, cache = plain.logits.clone(), plain.cache.stored.clone()
-            wrong = 0
-            for _ in range(200):
-                graphs[1].replay()
-                same = torch.equal(core.logits, want) and torch.equal(plain.cache.stored, cache)
-                wrong += not same
-            report.check(f"one kernel, {rows} rows, context {context}", wrong == 0, f"{wrong} of 200 replays differ")  # fmt: skip
-            if context == 1024:
-                times = [f"{time_graph(graph):.4f}" for graph in (*graphs, graphs[0])]
-                report.note(f"one kernel, {rows} rows", f"{times[1]} ms", f"one by one {times[0]}, {times[2]} ms")  # fmt: skip
+    cases: list[tuple[int, int | None]] = [(rows, at) for rows in (1, 3, 8) for at in (1024, 0, 63, 1000, 1900)]  # fmt: skip
+    for rows, context in [*cases, (8, None)]:
+        plain = make_runner(REFERENCE, weights, rows, 1100 if context is None else context, library)
+        if context is None:
+            mix_rows(plain)
+        blocks = plain.tables.shape[2]
+        core = PersistentRunner(weights, plain.cache, rows, blocks, library, num_blocks)
+        for name in ("tables", "exact_blocks", "positions", "row_info", "tokens"):
+            getattr(core, name).copy_(getattr(plain, name))
+        graphs, real = (plain.capture(), core.capture()), plain.positions >= 0
+        graphs[0].replay()
+        want, cache = plain.logits[real], plain.cache.stored.clone()
+        wrong = 0
+        for _ in range(200):
+            graphs[1].replay()
+            same = torch.equal(core.logits[real], want) and torch.equal(plain.cache.stored, cache)
+            wrong += not same
+        what = "mixed" if context is None else f"context {context}"
+        report.check(f"one kernel, {rows} rows, {what}", wrong == 0, f"{wrong} of 200 replays differ")  # fmt: skip
+        if context == 1024:
+            times = [f"{time_graph(graph):.4f}" for graph in (*graphs, graphs[0])]
+            report.note(f"one kernel, {rows} rows", f"{times[1]} ms", f"one by one {times[0]}, {times[2]} ms")  # fmt: skip
 
 
 def run_others(report: Report, only: list[str], build_dir: Path) -> None:
