@@ -126,10 +126,9 @@ class AbsorbedWeights:
             weight = tensors[f"{layer}.qkv"]
             first, second = spec.n_heads * width, (spec.n_heads + spec.n_kv_heads) * width
             q, k, v = weight[:first], weight[first:second], weight[second:]
-            repeated = absorbed_products.repeat_heads(v, shape)
             self.packed[f"{layer}.q"] = absorbed_products.pack_heads(q, shape)
             self.packed[f"{layer}.k"] = absorbed_products.pack_fold(k, shape)
-            self.packed[f"{layer}.v"] = absorbed_products.pack_heads(repeated, shape)
+            self.packed[f"{layer}.v"] = absorbed_products.pack_values(v, shape)
 
     def address(self, name: str) -> int:
         if name in self.packed:

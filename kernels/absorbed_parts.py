@@ -15,7 +15,6 @@ from kernels.intrinsics import (
     byte_permute,
     copy_async_16,
     copy_async_16_if,
-    divide,
     exp2,
     f32_of,
     fma,
@@ -40,7 +39,7 @@ from kernels.intrinsics import (
     select,
     select_int,
     smaller,
-    store_32_if,
+    store_128_if,
     store_f32x2_if,
     store_shared_128_if,
     store_shared_f32,
@@ -85,12 +84,16 @@ def narrow(x: Any) -> Any:
 @traced()
 def copy_stored(stage: Any, codes: Any, scales: Any, row_bytes: Any, lane: Any) -> None:
     """A group's 64 positions: codes (64, 64 bytes at `row_bytes` each), chunks of 16 bytes swizzled, and its two rows of scales."""
+    target, source = _stored_places(stage, codes, row_bytes, lane)
+    for part in range(8):
+        copy_async_16(target + part * 512, source + wide(row_bytes * (8 * part)))
+    copy_async_16_if(stage + SCALES_AT + lane * 16, scales + wide(lane * 16), less(lane, 16))
+
+
+def _stored_places(stage: Any, codes: Any, row_bytes: Any, lane: Any) -> Any:
     chunk = (lane & 3) ^ ((lane >> 3) & 3)
     source = codes + wide((lane >> 2) * row_bytes + (lane & 3) * 16)
-    target = stage + (lane >> 2) * 64 + chunk * 16
-    for i in range(8):
-        copy_async_16(target + i * 512, source + wide(row_bytes * (8 * i)))
-    copy_async_16_if(stage + SCALES_AT + lane * 16, scales + wide(lane * 16), less(lane, 16))
+    return stage + (lane >> 2) * 64 + chunk * 16, source
 
 
 @traced()
@@ -177,17 +180,33 @@ def _put_scores(
 
 
 def make_scores_stored(shape: AbsorbedShape) -> Any:
-    tiles = shape.tiles
+    tiles, row_bytes = shape.tiles, shape.row_bytes
 
     @traced()
-    def scores(stage: Any, query: Any, sums: Any, partials: Any, lane: Any) -> None:
-        """The group's share of the scores of 64 stored positions, to `partials` (columns, SCORE_ROW)."""
+    def scores(
+        stage: Any, query: Any, sums: Any, partials: Any, next_stage: Any, codes: Any, scales: Any, has_next: Any, lane: Any
+    ) -> None:  # fmt: skip
+        """The group's share of the scores of 64 stored positions, to `partials` (columns, SCORE_ROW).
+
+        Where `has_next`, the copies of the next unit, as `copy_stored` has them, start one by one between the products.
+        """
         g, key = lane >> 2, (lane >> 1) & 3
+        target, source = _stored_places(next_stage, codes, row_bytes, lane)
+        is_scale = has_next & less(lane, 16)
+        copy_async_16_if(next_stage + SCALES_AT + lane * 16, scales + wide(lane * 16), is_scale)
+
+        def ask(part: int) -> Any:
+            pair, step = part >> 2, part & 3
+            words = load_matrices(stage + (pair * 32 + lane) * 64 + ((key ^ step) * 16))
+            return words, [_load_query(shape, query, tile, step, lane) for tile in range(tiles)]
+
+        asked = ask(0)
         for pair in range(2):  # of 16 positions each, two at a time
             acc: list[Any] = [[(0.0, 0.0, 0.0, 0.0)] * tiles for _ in range(2)]
             for step in range(4):
-                words = load_matrices(stage + (pair * 32 + lane) * 64 + ((key ^ step) * 16))
-                b = [_load_query(shape, query, tile, step, lane) for tile in range(tiles)]
+                part = 4 * pair + step
+                (words, b), asked = asked, ask(part + 1) if part < 7 else asked
+                copy_async_16_if(target + part * 512, source + wide(row_bytes * 8 * part), has_next)
                 for m in range(2):
                     low, high = words[2 * m : 2 * m + 2]
                     shifted = low >> 8, high >> 8
@@ -380,11 +399,17 @@ def make_values_stored(shape: AbsorbedShape) -> Any:
                 # the low 8 rows are the zeros, so that a lane's first two results are its columns'
                 more = mma(*rest[2 * tile :][:2], 0.0, 0.0, zeros[0], 0, zeros[1], 0, *p)
                 rest[2 * tile : 2 * tile + 2] = more[:2]
+
+        def ask(part: int) -> Any:
+            return load_matrices_transposed(
+                stage + ((part & 1) * 32 + lane) * 64 + ((key ^ (part >> 1)) * 16)
+            )
+
+        asked = ask(0)
         for chunk in range(4):
             for pair in range(2):
-                words = load_matrices_transposed(
-                    stage + (pair * 32 + lane) * 64 + ((key ^ chunk) * 16)
-                )
+                part = 2 * chunk + pair
+                words, asked = asked, ask(part + 1) if part < 7 else asked
                 for step in range(2):
                     low, high = words[2 * step : 2 * step + 2]
                     shifted = low >> 8, high >> 8
@@ -444,8 +469,8 @@ def join_factors(top: Any, total: Any, more_top: Any, more_total: Any) -> Any:
     new_top = fmax(top, more_top)
     first, second = total * exp2(top - new_top), more_total * exp2(more_top - new_top)
     new_total = first + second
-    safe = fmax(new_total, int_to_f32(1) * 1.0e-30)
-    return new_top, new_total, divide(first, safe), divide(second, safe)
+    inverse = reciprocal(fmax(new_total, int_to_f32(1) * 1.0e-30))
+    return new_top, new_total, first * inverse, second * inverse
 
 
 def join_halves(old: Any, more: Any, old_share: Any, share: Any) -> Any:
@@ -561,12 +586,14 @@ def make_join(shape: AbsorbedShape) -> Any:
 def make_put(shape: AbsorbedShape) -> Any:
     @traced()
     def put(words: Any, out: Any, warp: Any, lane: Any) -> None:
-        """Write averages to `out` (heads, d) fp16."""
+        """Write averages to `out` (heads, d) fp16, a group's values in the order of `average_values`."""
         places = _places(shape, lane)
-        for i, word in enumerate(words):
-            at, (_, _, head) = i // len(places), places[i % len(places)]
-            value = warp * GROUP + (at & 1) * 64 + (at >> 1) * 16 + (lane >> 2) * 2
-            address = out + wide(head * shape.d_model + value) * 2
-            store_32_if(address, word, less(head, shape.n_heads))
+        for i, (_, _, head) in enumerate(places):
+            for four in range(2):
+                mine = words[
+                    i + 4 * four * len(places) : i + 4 * (four + 1) * len(places) : len(places)
+                ]
+                at = head * shape.d_model + warp * GROUP + four * 64 + (lane >> 2) * 8
+                store_128_if(out + wide(at) * 2, *mine, less(head, shape.n_heads))
 
     return put

@@ -113,6 +113,17 @@ def query_place(shape: AbsorbedShape, head: int, value: int) -> tuple[int, bool]
     return group * shape.group_bytes // 2 + tile * 1024 + word * 2 + half, is_high
 
 
+def average_values() -> list[int]:
+    """Which of a group's values lies where in averages: what a lane has of a head is then two times 16 bytes."""
+    return [
+        (at & 1) * 64 + (at >> 1) * 16 + 2 * g + half
+        for four in range(2)
+        for g in range(8)
+        for at in range(4 * four, 4 * four + 4)
+        for half in range(2)
+    ]
+
+
 @dataclass(frozen=True)
 class AbsorbedLaunch:
     """`split` blocks share a row's chains: 2 write the averages of their halves, others those of every chain."""

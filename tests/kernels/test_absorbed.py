@@ -20,7 +20,15 @@ from kernels import (
     reference,
 )
 from kernels.absorbed_products import ProductLaunch
-from kernels.absorbed_shape import AbsorbedLaunch, AbsorbedShape, query_place
+from kernels.absorbed_shape import (
+    COUNT_SHIFT,
+    KIND,
+    NOTHING,
+    AbsorbedLaunch,
+    AbsorbedShape,
+    average_values,
+    query_place,
+)
 from kernels.compiler import Variant
 from kernels.fragments import PRESCALE, ProductShape
 from kernels.layout import CutCache, Paging
@@ -156,7 +164,10 @@ def _joined(averages: Tensor, meta: Tensor) -> Tensor:
     """Averages of all of a row's slots, weighted by their (maximum, sum)."""
     weights = meta[..., 1] * torch.exp2(meta[..., 0] - meta[..., 0].amax(1, keepdim=True))
     weights = weights / weights.sum(1, keepdim=True)
-    return (averages.float() * weights[..., None]).sum(1)
+    found = (averages.float() * weights[..., None]).sum(1).unflatten(-1, (-1, 128))
+    values = torch.empty_like(found)
+    values[..., average_values()] = found
+    return values.flatten(-2)
 
 
 def _shape(kind: str, d: int = 128, heads: int = 3, has_alibi: bool = False) -> AbsorbedShape:
@@ -205,6 +216,21 @@ def test_no_row_gives_zeros() -> None:
     assert not averages.any() and not meta[..., 1].any()
 
 
+def test_a_row_without_blocks_has_no_sinks() -> None:
+    """A row that leaves before a loop has no table there, and nobody reads what is listed for it."""
+    launch = AbsorbedLaunch(_shape("int4"), 2)
+    room = absorbed_plan.list_units(launch, 2)
+    lists = torch.full((1, 2, room, 4), -1, dtype=torch.int32)
+    number = torch.tensor([70], dtype=torch.int32)
+    none, info = torch.full((2,), -1, dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    _run(
+        absorbed_plan.plan("t", launch), (1, 1), none, torch.zeros(1, dtype=torch.int32), none, number, info,
+        number * 0, lists, 1, 2, room,
+    )  # fmt: skip
+    last = int(lists[0, 1, 0, 2]) >> COUNT_SHIFT
+    assert int(lists[0, 1, last - 1, 2]) & KIND == NOTHING
+
+
 def _values(
     shape: AbsorbedShape, split: int, averages: Tensor, meta: Tensor, columns: int = 1
 ) -> Tensor:
@@ -214,9 +240,7 @@ def _values(
     weight = torch.randn(shape.n_kv_heads * shape.head_dim, shape.d_model) / shape.d_model**0.5
     launch, target = ProductLaunch(shape, columns), ProductShape(16, width, 1)
     out = torch.full((fragments.packed_size(rows, target, columns),), torch.nan).half()
-    packed = absorbed_products.pack_heads(
-        absorbed_products.repeat_heads(weight.half(), shape), shape
-    )
+    packed = absorbed_products.pack_values(weight.half(), shape)
     variant = absorbed_values.values("t", launch, AbsorbedLaunch(shape, split), target)
     chunks = -(-rows // launch.columns)
     _run(variant, (8 * shape.n_heads, chunks), packed, averages, meta, out, rows)
