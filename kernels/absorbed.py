@@ -27,17 +27,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from kernels.absorbed_chains import make_close, make_join, make_keep, make_put, make_results
 from kernels.absorbed_parts import (
     copy_exact,
     copy_stored,
-    make_close,
     make_correct,
-    make_join,
-    make_keep,
     make_load_query,
-    make_put,
     make_query_sums,
-    make_results,
     make_scores_exact,
     make_scores_stored,
     make_slopes,

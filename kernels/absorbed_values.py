@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.absorbed import attention
-from kernels.absorbed_parts import join_factors, join_halves, twice
+from kernels.absorbed_chains import join_factors, join_halves, twice
 from kernels.absorbed_plan import plan
 from kernels.absorbed_products import (
     VALUE_WARPS,
