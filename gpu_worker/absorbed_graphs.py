@@ -89,7 +89,9 @@ def step_kernels(
     shape = shape_of(spec, kind)
     if absorbed_products.product_shape(shape).k_slice != shapes["qkv"].k_slice:
         raise ValueError(f"no absorbed step for {spec}")
-    attend = AbsorbedLaunch(shape, split or split_for(shape, rows))
+    split = split or split_for(shape, rows)
+    # beside the blocks of `query` there is room for about this many
+    attend = AbsorbedLaunch(shape, split, 2 if rows * split <= 28 else 1)
     product = ProductLaunch(shape, tiles, 1 if rows <= 16 else 3)
     begin = step.StepShape(spec.d_model, 0, shapes["qkv"], tiles, has_learned_positions=True)
     variants |= {

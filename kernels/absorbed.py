@@ -68,6 +68,7 @@ from kernels.intrinsics import (
     block_x,
     copy_commit,
     copy_wait_all,
+    copy_wait_but_one,
     grid_dependency_launch,
     grid_dependency_wait,
     load_constant_128,
@@ -110,7 +111,9 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     kind_mask, first_flag, last_flag, stable_flag, apart_flag = (
         KIND, FIRST, LAST, STABLE, SINKS_APART,
     )  # fmt: skip
-    chain_shift, count_shift, entry_bytes = CHAIN_SHIFT, COUNT_SHIFT, ENTRY_BYTES
+    ahead, chain_shift, count_shift, entry_bytes = (
+        launch.ahead, CHAIN_SHIFT, COUNT_SHIFT, ENTRY_BYTES,
+    )  # fmt: skip
     load_query, query_sums = make_load_query(shape), make_query_sums(shape)
     scores_stored, scores_exact = make_scores_stored(shape), make_scores_exact(shape)
     values_exact, undo, correct = (
@@ -164,21 +167,26 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
         count = narrow(shuffle_from(flags, 0) >> count_shift)
         if window == 0:
             window = narrow(everything)
-        block, key, flags, end = load_constant_128(units)
-        is_stable = position >= 0 and flags & stable_flag != 0
-        if is_stable:
-            fetch(
-                ring, block, key, flags & kind_mask, end, values, value_bytes, scales, scale_block_bytes, exact,
-                exact_bytes, sinks, sink_bytes, warp, lane,
-            )  # fmt: skip
+        num_fetched = narrow(0)
+        for u in range(ahead):
+            if position >= 0 and u < count and num_fetched == u:
+                block, key, flags, end = load_constant_128(units + u * entry_bytes)
+                if flags & stable_flag:
+                    fetch(
+                        ring + u * stage_bytes, block, key, flags & kind_mask, end, values, value_bytes, scales,
+                        scale_block_bytes, exact, exact_bytes, sinks, sink_bytes, warp, lane,
+                    )  # fmt: skip
+                    num_fetched = narrow(u + 1)
+            copy_commit()
         slope = load_slopes(slopes, warp)
         grid_dependency_wait()
-        if position >= 0 and not is_stable:
+        if position >= 0 and num_fetched == 0:
+            block, key, flags, end = load_constant_128(units)
             fetch(
                 ring, block, key, flags & kind_mask, end, values, value_bytes, scales, scale_block_bytes, exact,
                 exact_bytes, sinks, sink_bytes, warp, lane,
             )  # fmt: skip
-        copy_commit()
+            copy_commit()
         load_query(queries + wide(row) * query_bytes + warp * group_bytes, query, lane)
         sync_warp()
         query_sums(query, base + sums_at + warp * sum_bytes, lane)
@@ -199,10 +207,13 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
             chain = (flags >> chain_shift) & 255
             slot = row * slots + (part_of_row if is_joined else chain)
             next_stage = narrow(at + warp_here * (2 * stage_bytes) + ((u + 1) & 1) * stage_bytes)
-            copy_wait_all()
+            if ahead > 1 and u == 0 and num_fetched > 1:
+                copy_wait_but_one()
+            else:
+                copy_wait_all()
             sync_warp()
             block, next_key, next_kind, next_end = 0, 0, nothing, 0
-            if position >= 0 and u + 1 < count:
+            if position >= 0 and u + 1 < count and (ahead == 1 or u + 1 >= num_fetched):
                 block, next_key, next_kind, next_end = load_constant_128(
                     units + (u + 1) * entry_bytes
                 )

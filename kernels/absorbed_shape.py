@@ -126,10 +126,15 @@ def average_values() -> list[int]:
 
 @dataclass(frozen=True)
 class AbsorbedLaunch:
-    """`split` blocks share a row's chains: 2 write the averages of their halves, others those of every chain."""
+    """`split` blocks share a row's chains: 2 write the averages of their halves, others those of every chain.
+
+    `ahead` units (1 or 2) are on their way before the kernel in front has ended: 2 where all blocks run beside that, else the copies of the
+    second between products cost less.
+    """
 
     shape: AbsorbedShape
     split: int
+    ahead: int = 1
 
     @property
     def is_joined(self) -> bool:

@@ -665,6 +665,12 @@ def copy_commit() -> None:
     emulator.copy_commit()
 
 
+@op("", "", "cp.async.wait_group 1;", memory=True)
+def copy_wait_but_one() -> None:
+    """Wait for all groups of this thread's copies but the newest."""
+    emulator.copy_wait(1)
+
+
 @op("", "", "cp.async.wait_group 0;", memory=True)
 def copy_wait_all() -> None:
     """Wait for all groups of this thread's copies."""

@@ -115,9 +115,11 @@ class Case:
         )  # fmt: skip
         return out.view(rows, shape.n_heads, shape.d_model)
 
-    def averages(self, split: int, rows: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    def averages(
+        self, split: int, rows: list[int] | None = None, ahead: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """What the kernel gives for some rows."""
-        shape, launch = self.shape, AbsorbedLaunch(self.shape, split)
+        shape, launch = self.shape, AbsorbedLaunch(self.shape, split, ahead)
         some = torch.tensor(range(len(self.positions)) if rows is None else rows)
         queries = torch.zeros(len(some), shape.query_bytes // 2)
         for head in range(shape.n_heads):
@@ -253,7 +255,7 @@ def _values(
 def test_a_row_has_its_bits_in_any_company_and_spread() -> None:
     """Nine stored blocks, so that a chain has two; the last product joins what blocks of many rows join themselves."""
     case = Case(_shape("int4", heads=2), [580, 3])
-    alone, many = case.averages(10, [0]), case.averages(2)
+    alone, many = case.averages(10, [0], 2), case.averages(2)
     joined = _values(case.shape, 2, *many)
     assert torch.equal(_values(case.shape, 10, *alone)[0], joined[0])
     torch.testing.assert_close(_joined(*many), case.expected(), rtol=2e-3, atol=2e-3)
@@ -261,7 +263,7 @@ def test_a_row_has_its_bits_in_any_company_and_spread() -> None:
 
 def test_a_block_of_two_chains_gives_what_two_blocks_give() -> None:
     case = Case(_shape("int4", heads=2), [70, 3])
-    alone, both = case.averages(10, [0]), case.averages(5, [1, 0])
+    alone, both = case.averages(10, [0]), case.averages(5, [1, 0], 2)
     assert torch.equal(both[0][1], alone[0][0]) and torch.equal(both[1][1], alone[1][0])
 
 
