@@ -16,6 +16,7 @@ STORED, EXACT, SINKS, NOTHING = 0, 1, 2, 3  # kinds of units
 KIND, FIRST, LAST, STABLE, SINKS_APART = 3, 4, 8, 16, 32  # flags
 CHAIN_SHIFT, COUNT_SHIFT = 8, 16
 ENTRY_BYTES = 16
+_STORED_CHAINS = 8  # a power of two; with 16 one row is faster and 64 rows are slower
 _JOINED = 2  # blocks a row with which each block joins its half of the chains
 
 
@@ -33,7 +34,6 @@ class AbsorbedShape:
     head_dim: int
     kind: str = "int4"
     has_alibi: bool = False
-    stored_chains: int = 8
 
     def __post_init__(self) -> None:
         if self.d_model % GROUP or self.groups > 16 or self.n_heads > 16 or self.head_dim % 32:
@@ -42,6 +42,10 @@ class AbsorbedShape:
     @property
     def is_cut(self) -> bool:
         return self.kind == "int4"
+
+    @property
+    def stored_chains(self) -> int:
+        return _STORED_CHAINS
 
     @property
     def chains(self) -> int:
