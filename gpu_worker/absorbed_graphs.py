@@ -89,7 +89,9 @@ def step_kernels(
     shape = shape_of(spec, kind)
     if absorbed_products.product_shape(shape).k_slice != shapes["qkv"].k_slice:
         raise ValueError(f"no absorbed step for {spec}")
-    attend = AbsorbedLaunch(shape, split or split_for(shape, rows))
+    split = split or split_for(shape, rows)
+    # beside the blocks of `query` there is room for about this many
+    attend = AbsorbedLaunch(shape, split, 2 if rows * split <= 28 else 1)
     product = ProductLaunch(shape, tiles, 1 if rows <= 16 else 3)
     begin = step.StepShape(spec.d_model, 0, shapes["qkv"], tiles, has_learned_positions=True)
     variants |= {
@@ -126,10 +128,9 @@ class AbsorbedWeights:
             weight = tensors[f"{layer}.qkv"]
             first, second = spec.n_heads * width, (spec.n_heads + spec.n_kv_heads) * width
             q, k, v = weight[:first], weight[first:second], weight[second:]
-            repeated = absorbed_products.repeat_heads(v, shape)
             self.packed[f"{layer}.q"] = absorbed_products.pack_heads(q, shape)
             self.packed[f"{layer}.k"] = absorbed_products.pack_fold(k, shape)
-            self.packed[f"{layer}.v"] = absorbed_products.pack_heads(repeated, shape)
+            self.packed[f"{layer}.v"] = absorbed_products.pack_values(v, shape)
 
     def address(self, name: str) -> int:
         if name in self.packed:

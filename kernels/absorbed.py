@@ -7,12 +7,14 @@ which `absorbed_products.values` applies W_V. All heads read the one x: with 12 
 The cache's layout is `layout.CutCache`'s (rows of positions), the same for every kernel that reads it.
 
 A row's blocks are 8 chains: chain c reads blocks c, c + 8, ... in order with a running softmax; two more read exactly, 16 positions at
-a time, the row's own block (after chain 3) and the sinks (after chain 7). With kind fp16 the own block is one of its chain's. Chains are
-averages in fp16, joined in order in two halves, then the halves, with halves' arithmetic; where a chain runs (a block each for few rows,
-2 blocks a row for many) changes no bit. What a block reads, `absorbed_plan` has listed. Each warp owns one group of 128 values: its codes, its
-scales, its part of the query, its sums. Scores are the groups' shares added in order through shared memory; then one
-warp a head does the softmax. Codes go to `mma.sync` as subnormal halves by masks alone, x as the A operand in both products (the
-second through a transposing matrix load); scales and zeros leave through the shares of scores and through p.
+a time, the row's own block (after chain 3) and the sinks (after chain 7). With kind fp16 the own block is one of its chain's. Chains
+are averages in fp16, joined in order in two halves, then the halves, in halves' arithmetic; where a chain runs (a block each for few
+rows, 2 blocks a row for many) changes no bit. `absorbed_plan` has listed what a block reads.
+
+Each warp owns one group of 128 values: its codes, its scales, its part of the query, its sums. Scores are the groups' shares added in
+order through shared memory; then one warp a head does the softmax. Codes go to `mma.sync` as subnormal halves by masks alone, x as the A
+operand in both products (the second through a transposing matrix load); scales and zeros leave through the shares of scores and
+through p. While a unit is scored, the copies of the next start between the products: on their own they took a seventh of the time.
 
 What should bound it (`docs/kernels.md` says what was measured), 64 rows of 1024 positions, 2 blocks a row, each 8 stored blocks
 (12 heads on 16 columns, d 1536):
@@ -25,17 +27,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from kernels.absorbed_chains import make_close, make_join, make_keep, make_put, make_results
 from kernels.absorbed_parts import (
     copy_exact,
     copy_stored,
-    make_close,
     make_correct,
-    make_join,
-    make_keep,
     make_load_query,
-    make_put,
     make_query_sums,
-    make_results,
     make_scores_exact,
     make_scores_stored,
     make_slopes,
@@ -69,6 +67,7 @@ from kernels.device_code import device_function
 from kernels.intrinsics import (
     block_x,
     copy_commit,
+    copy_wait_all,
     copy_wait_but_one,
     grid_dependency_launch,
     grid_dependency_wait,
@@ -112,7 +111,9 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
     kind_mask, first_flag, last_flag, stable_flag, apart_flag = (
         KIND, FIRST, LAST, STABLE, SINKS_APART,
     )  # fmt: skip
-    chain_shift, count_shift, entry_bytes = CHAIN_SHIFT, COUNT_SHIFT, ENTRY_BYTES
+    ahead, chain_shift, count_shift, entry_bytes = (
+        launch.ahead, CHAIN_SHIFT, COUNT_SHIFT, ENTRY_BYTES,
+    )  # fmt: skip
     load_query, query_sums = make_load_query(shape), make_query_sums(shape)
     scores_stored, scores_exact = make_scores_stored(shape), make_scores_exact(shape)
     values_exact, undo, correct = (
@@ -167,28 +168,24 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
         if window == 0:
             window = narrow(everything)
         num_fetched = narrow(0)
-        is_stable = position >= 0
-        for i in range(2):
-            if is_stable and i < count:
-                block, key, flags, end = load_constant_128(units + i * entry_bytes)
+        for u in range(ahead):
+            if position >= 0 and u < count and num_fetched == u:
+                block, key, flags, end = load_constant_128(units + u * entry_bytes)
                 if flags & stable_flag:
                     fetch(
-                        ring + i * stage_bytes, block, key, flags & kind_mask, end, values, value_bytes, scales,
+                        ring + u * stage_bytes, block, key, flags & kind_mask, end, values, value_bytes, scales,
                         scale_block_bytes, exact, exact_bytes, sinks, sink_bytes, warp, lane,
                     )  # fmt: skip
-                    copy_commit()
-                    num_fetched = narrow(num_fetched + 1)
-                else:
-                    is_stable = False
+                    num_fetched = narrow(u + 1)
+            copy_commit()
         slope = load_slopes(slopes, warp)
         grid_dependency_wait()
-        for i in range(num_fetched, 2):
-            if position >= 0 and i < count:
-                block, key, flags, end = load_constant_128(units + i * entry_bytes)
-                fetch(
-                    ring + i * stage_bytes, block, key, flags & kind_mask, end, values, value_bytes, scales,
-                    scale_block_bytes, exact, exact_bytes, sinks, sink_bytes, warp, lane,
-                )  # fmt: skip
+        if position >= 0 and num_fetched == 0:
+            block, key, flags, end = load_constant_128(units)
+            fetch(
+                ring, block, key, flags & kind_mask, end, values, value_bytes, scales, scale_block_bytes, exact,
+                exact_bytes, sinks, sink_bytes, warp, lane,
+            )  # fmt: skip
             copy_commit()
         load_query(queries + wide(row) * query_bytes + warp * group_bytes, query, lane)
         sync_warp()
@@ -209,18 +206,37 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
             stage = narrow(at + warp_here * (2 * stage_bytes) + (u & 1) * stage_bytes)
             chain = (flags >> chain_shift) & 255
             slot = row * slots + (part_of_row if is_joined else chain)
-            copy_wait_but_one()
+            next_stage = narrow(at + warp_here * (2 * stage_bytes) + ((u + 1) & 1) * stage_bytes)
+            if ahead > 1 and u == 0 and num_fetched > 1:
+                copy_wait_but_one()
+            else:
+                copy_wait_all()
             sync_warp()
+            block, next_key, next_kind, next_end = 0, 0, nothing, 0
+            if position >= 0 and u + 1 < count and (ahead == 1 or u + 1 >= num_fetched):
+                block, next_key, next_kind, next_end = load_constant_128(
+                    units + (u + 1) * entry_bytes
+                )
+                next_kind = next_kind & kind_mask
+            has_next = is_cut and kind == stored and next_kind == stored
+            if not has_next:
+                fetch(
+                    next_stage, block, next_key, next_kind, next_end, values, value_bytes, scales,
+                    scale_block_bytes, exact, exact_bytes, sinks, sink_bytes, warp_here, lane_here,
+                )  # fmt: skip
             if is_cut and kind == stored:
                 scores_stored(
                     stage, at + query_at + warp_here * group_bytes, at + sums_at + warp_here * sum_bytes,
-                    at + partials_at + warp_here * group_partials, lane_here,
+                    at + partials_at + warp_here * group_partials, next_stage,
+                    values + wide(block) * value_bytes + warp_here * code_bytes,
+                    scales + wide(block) * scale_block_bytes + warp_here * scale_bytes, 1 if has_next else 0, lane_here,
                 )  # fmt: skip
             elif kind != nothing:
                 scores_exact(
                     stage, at + query_at + warp_here * group_bytes, at + partials_at + warp_here * group_partials,
                     lane_here,
                 )  # fmt: skip
+            copy_commit()
             sync_block()
             if kind != nothing:
                 state = softmax(
@@ -243,13 +259,6 @@ def _make_kernel(launch: AbsorbedLaunch) -> Any:
                     is_undone = True
                 total = values_exact(total, stage, weights, lane_here)
             sync_warp()
-            if position >= 0 and u + 2 < count:
-                block, key, flags, end = load_constant_128(units + (u + 2) * entry_bytes)
-                fetch(
-                    stage, block, key, flags & kind_mask, end, values, value_bytes, scales,
-                    scale_block_bytes, exact, exact_bytes, sinks, sink_bytes, warp_here, lane_here,
-                )  # fmt: skip
-            copy_commit()
             if is_last:
                 words = results(total, shares, is_undone, lane_here)
                 state, total = start(), zeros()

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.absorbed_shape import GROUP, SCALES_AT, SCORE_ROW, AbsorbedShape
+from kernels.absorbed_shape import SCALES_AT, SCORE_ROW, AbsorbedShape
 from kernels.device_code import traced
 from kernels.intrinsics import (
     bits_of,
     byte_permute,
     copy_async_16,
     copy_async_16_if,
-    divide,
     exp2,
     f32_of,
     fma,
-    fma_half2,
     fmax,
     int_to_f32,
     less,
@@ -31,22 +29,17 @@ from kernels.intrinsics import (
     load_shared_32x2,
     load_shared_128,
     load_shared_f32x2,
-    load_shared_f32x4,
     load_shared_half,
     mma,
     mul_half2,
     pack_half2,
-    reciprocal,
     select,
     select_int,
     smaller,
-    store_32_if,
-    store_f32x2_if,
     store_shared_128_if,
     store_shared_f32,
     store_shared_f32_if,
     store_shared_f32x2_if,
-    sum_of_warp,
     warp_max,
     wide,
 )
@@ -57,7 +50,7 @@ _NEVER = -1.0e30  # the score of a masked position: finite, so that an empty cha
 _SIGN = 1 << 31
 _LOW, _HIGH = 0x000F000F, 0x00F000F0
 # A code n goes to the matrix unit as the subnormal half n / 2^24 or (of the high four bits) n / 2^20.
-_UNDO = (float(1 << 24), float(1 << 20))
+UNDO = (float(1 << 24), float(1 << 20))
 # The queries of low and high codes are stored times these, so that both give n q / 2^22.
 QUERY_FACTORS = (4.0, 0.25)
 _SCORE_UNDO = float(1 << 22)
@@ -85,12 +78,16 @@ def narrow(x: Any) -> Any:
 @traced()
 def copy_stored(stage: Any, codes: Any, scales: Any, row_bytes: Any, lane: Any) -> None:
     """A group's 64 positions: codes (64, 64 bytes at `row_bytes` each), chunks of 16 bytes swizzled, and its two rows of scales."""
+    target, source = _stored_places(stage, codes, row_bytes, lane)
+    for part in range(8):
+        copy_async_16(target + part * 512, source + wide(row_bytes * (8 * part)))
+    copy_async_16_if(stage + SCALES_AT + lane * 16, scales + wide(lane * 16), less(lane, 16))
+
+
+def _stored_places(stage: Any, codes: Any, row_bytes: Any, lane: Any) -> Any:
     chunk = (lane & 3) ^ ((lane >> 3) & 3)
     source = codes + wide((lane >> 2) * row_bytes + (lane & 3) * 16)
-    target = stage + (lane >> 2) * 64 + chunk * 16
-    for i in range(8):
-        copy_async_16(target + i * 512, source + wide(row_bytes * (8 * i)))
-    copy_async_16_if(stage + SCALES_AT + lane * 16, scales + wide(lane * 16), less(lane, 16))
+    return stage + (lane >> 2) * 64 + chunk * 16, source
 
 
 @traced()
@@ -177,17 +174,33 @@ def _put_scores(
 
 
 def make_scores_stored(shape: AbsorbedShape) -> Any:
-    tiles = shape.tiles
+    tiles, row_bytes = shape.tiles, shape.row_bytes
 
     @traced()
-    def scores(stage: Any, query: Any, sums: Any, partials: Any, lane: Any) -> None:
-        """The group's share of the scores of 64 stored positions, to `partials` (columns, SCORE_ROW)."""
+    def scores(
+        stage: Any, query: Any, sums: Any, partials: Any, next_stage: Any, codes: Any, scales: Any, has_next: Any, lane: Any
+    ) -> None:  # fmt: skip
+        """The group's share of the scores of 64 stored positions, to `partials` (columns, SCORE_ROW).
+
+        Where `has_next`, the copies of the next unit, as `copy_stored` has them, start one by one between the products.
+        """
         g, key = lane >> 2, (lane >> 1) & 3
+        target, source = _stored_places(next_stage, codes, row_bytes, lane)
+        is_scale = has_next & less(lane, 16)
+        copy_async_16_if(next_stage + SCALES_AT + lane * 16, scales + wide(lane * 16), is_scale)
+
+        def ask(part: int) -> Any:
+            pair, step = part >> 2, part & 3
+            words = load_matrices(stage + (pair * 32 + lane) * 64 + ((key ^ step) * 16))
+            return words, [_load_query(shape, query, tile, step, lane) for tile in range(tiles)]
+
+        asked = ask(0)
         for pair in range(2):  # of 16 positions each, two at a time
             acc: list[Any] = [[(0.0, 0.0, 0.0, 0.0)] * tiles for _ in range(2)]
             for step in range(4):
-                words = load_matrices(stage + (pair * 32 + lane) * 64 + ((key ^ step) * 16))
-                b = [_load_query(shape, query, tile, step, lane) for tile in range(tiles)]
+                part = 4 * pair + step
+                (words, b), asked = asked, ask(part + 1) if part < 7 else asked
+                copy_async_16_if(target + part * 512, source + wide(row_bytes * 8 * part), has_next)
                 for m in range(2):
                     low, high = words[2 * m : 2 * m + 2]
                     shifted = low >> 8, high >> 8
@@ -349,7 +362,7 @@ def _columns(shape: AbsorbedShape) -> list[tuple[int, int]]:
     return found + [(tile, odd) for tile in range(shape.tiles * shape.is_cut) for odd in range(2)]
 
 
-def _tuples(shape: AbsorbedShape, values: Any) -> list[Any]:
+def tuples(shape: AbsorbedShape, values: Any) -> list[Any]:
     """Sums by 8 tiles of 16 values and column tiles, each (row g, row g; row g + 8, row g + 8), columns 2t and 2t + 1."""
     return [tuple(values[i : i + 4]) for i in range(0, 32 * shape.tiles, 4)]
 
@@ -368,7 +381,7 @@ def make_values_stored(shape: AbsorbedShape) -> Any:
     def values(sums: Any, stage: Any, weights: Any, lane: Any) -> Any:
         """Add p n s of 64 stored positions, and p z to the last sums."""
         t, key = lane & 3, (lane >> 1) & 3
-        acc, rest = _tuples(shape, sums), list(sums[32 * tiles :])
+        acc, rest = tuples(shape, sums), list(sums[32 * tiles :])
         scaled: dict[tuple[int, int], list[Any]] = {}
         for step in range(4):
             at = [stage + SCALES_AT + (16 * step + 8 * b + 2 * t) * 2 for b in range(2)]
@@ -380,11 +393,17 @@ def make_values_stored(shape: AbsorbedShape) -> Any:
                 # the low 8 rows are the zeros, so that a lane's first two results are its columns'
                 more = mma(*rest[2 * tile :][:2], 0.0, 0.0, zeros[0], 0, zeros[1], 0, *p)
                 rest[2 * tile : 2 * tile + 2] = more[:2]
+
+        def ask(part: int) -> Any:
+            return load_matrices_transposed(
+                stage + ((part & 1) * 32 + lane) * 64 + ((key ^ (part >> 1)) * 16)
+            )
+
+        asked = ask(0)
         for chunk in range(4):
             for pair in range(2):
-                words = load_matrices_transposed(
-                    stage + (pair * 32 + lane) * 64 + ((key ^ chunk) * 16)
-                )
+                part = 2 * chunk + pair
+                words, asked = asked, ask(part + 1) if part < 7 else asked
                 for step in range(2):
                     low, high = words[2 * step : 2 * step + 2]
                     shifted = low >> 8, high >> 8
@@ -405,7 +424,7 @@ def make_values_exact(shape: AbsorbedShape) -> Any:
     def values(sums: Any, stage: Any, weights: Any, lane: Any) -> Any:
         """Add p x of 16 exact positions."""
         g, t = lane >> 2, lane & 3
-        acc, rest = _tuples(shape, sums), list(sums[32 * tiles :])
+        acc, rest = tuples(shape, sums), list(sums[32 * tiles :])
         p = [_weights(shape, weights, tile, 0, lane)[:2] for tile in range(tiles)]
         rows = [2 * t, 2 * t + 1]
         at = [stage + row * 256 + (g & 3) * 4 for row in rows]
@@ -429,144 +448,8 @@ def make_undo(shape: AbsorbedShape) -> Any:
     @traced("f" * shape.num_sums)
     def undo(sums: Any) -> Any:
         """Take the powers of two of the codes out of the sums over stored positions."""
-        factors = [_UNDO[i // (4 * shape.tiles) % 2] for i in range(32 * shape.tiles)]
+        factors = [UNDO[i // (4 * shape.tiles) % 2] for i in range(32 * shape.tiles)]
         factors += [1.0] * (shape.num_sums - len(factors))
         return tuple(v if f == 1.0 else v * f for v, f in zip(sums, factors, strict=True))
 
     return undo
-
-
-# --- joining chains --------------------------------------------------------------------------------
-
-
-def join_factors(top: Any, total: Any, more_top: Any, more_total: Any) -> Any:
-    """Of two averages with their (maximum, sum): the new maximum and sum, and the shares of both in the new average."""
-    new_top = fmax(top, more_top)
-    first, second = total * exp2(top - new_top), more_total * exp2(more_top - new_top)
-    new_total = first + second
-    safe = fmax(new_total, int_to_f32(1) * 1.0e-30)
-    return new_top, new_total, divide(first, safe), divide(second, safe)
-
-
-def join_halves(old: Any, more: Any, old_share: Any, share: Any) -> Any:
-    """Two averages of two values each, in halves; shares as `twice` gives them."""
-    return fma_half2(more, share, mul_half2(old, old_share))
-
-
-def twice(share: Any) -> Any:
-    return pack_half2(share, share)
-
-
-def make_close(shape: AbsorbedShape, is_joined: bool) -> Any:
-    @traced()
-    def close(
-        state: Any, joined: Any, is_first: Any, shares: Any, meta: Any, is_told: Any, warp: Any, lane: Any
-    ) -> None:  # fmt: skip
-        """End a chain: to `shares` (columns, 4) go 1 / sum and the shares of what is kept and of this chain.
-
-        `joined` (columns, 2) is the (maximum, sum) of what is kept, brought up to date. Where `is_told`, that of the whole goes
-        to `meta` (heads, 2).
-        """
-        for i in range(shape.warp_heads):
-            head = warp + shape.groups * i
-            is_lane = less(head, shape.columns) & less(lane, 1)
-            column = smaller(head, shape.columns - 1)
-            top, total = state[2 * i], sum_of_warp(state[2 * i + 1])
-            inverse = reciprocal(fmax(total, int_to_f32(1) * 1.0e-30))
-            store_shared_f32_if(shares + column * 16, inverse, is_lane)
-            if is_joined:
-                before = load_shared_f32x2(joined + column * 8)
-                both = join_factors(before[0], before[1], top, total)
-                first, second = (f32_of(twice(share)) for share in both[2:])
-                store_shared_f32x2_if(shares + column * 16 + 8, first, second, is_lane)
-                top, total = select(top, both[0], is_first), select(total, both[1], is_first)
-                store_shared_f32x2_if(joined + column * 8, top, total, is_lane)
-            is_told_here = is_told & is_lane & less(head, shape.n_heads)
-            store_f32x2_if(meta + wide(head * 8), top, total, is_told_here)
-
-    return close
-
-
-def _places(shape: AbsorbedShape, lane: Any) -> list[tuple[int, Any, Any]]:
-    """A lane's words of a tile of 16 values: (column tile, its odd column or None for a choice, head).
-
-    With 4 heads in a column tile the lanes t and t + 2 hold the same: each keeps one of the two columns.
-    """
-    t = lane & 3
-    places: list[tuple[int, Any, Any]] = []
-    for tile in range(shape.tiles):
-        if columns_of(shape, tile) == 8:
-            places += [(tile, odd, 8 * tile + 2 * t + odd) for odd in range(2)]
-        else:
-            places.append((tile, None, 8 * tile + (t & 1) * 2 + (t >> 1)))
-    return places
-
-
-def make_results(shape: AbsorbedShape) -> Any:
-    @traced("r" * shape.num_words)
-    def results(sums: Any, shares: Any, is_undone: Any, lane: Any) -> Any:
-        """The chain's averages as pairs of halves: 8 tiles x the lane's heads."""
-        acc, zeros, is_odd = _tuples(shape, sums), sums[32 * shape.tiles :], (lane & 3) >> 1
-        places = _places(shape, lane)
-        factors, rests = [], []
-        for tile, odd, head in places:
-            inverse = load_shared_f32x4(shares + head * 16)[0]
-            powers = [select(inverse, inverse * power, is_undone) for power in _UNDO]
-            factors.append(powers if shape.is_cut else [inverse] * 2)
-            if shape.is_cut:
-                both = zeros[2 * tile : 2 * tile + 2]
-                zero = select(both[1], both[0], is_odd) if odd is None else both[odd]
-                rests.append(zero * inverse)
-        words: list[Any] = []
-        for at in range(8):
-            for i, (tile, odd, _) in enumerate(places):
-                values, pair = acc[at * shape.tiles + tile], []
-                for both in (values[:2], values[2:]):
-                    value = select(both[1], both[0], is_odd) if odd is None else both[odd]
-                    factor = factors[i][at & 1]
-                    pair.append(fma(value, factor, rests[i]) if rests else value * factor)
-                words.append(pack_half2(*pair))
-        return tuple(words)
-
-    return results
-
-
-def make_keep(shape: AbsorbedShape) -> Any:
-    @traced()
-    def keep(words: Any, kept: Any, lane: Any) -> None:
-        """Put averages aside in the warp's memory, each lane its own."""
-        for i in range(0, len(words), 4):
-            store_shared_128_if(kept + lane * 16 + i * 128, *words[i : i + 4], 1)
-
-    return keep
-
-
-def make_join(shape: AbsorbedShape) -> Any:
-    @traced("r" * shape.num_words)
-    def join(words: Any, kept: Any, shares: Any, lane: Any) -> Any:
-        """The averages of what was put aside and this chain."""
-        places = _places(shape, lane)
-        factors = [load_shared_128(shares + head * 16)[2:] for _, _, head in places]
-        olds: list[Any] = []
-        for i in range(0, len(words), 4):
-            olds += load_shared_128(kept + lane * 16 + i * 128)
-        return tuple(
-            join_halves(old, word, *factors[i % len(factors)])
-            for i, (old, word) in enumerate(zip(olds, words, strict=True))
-        )
-
-    return join
-
-
-def make_put(shape: AbsorbedShape) -> Any:
-    @traced()
-    def put(words: Any, out: Any, warp: Any, lane: Any) -> None:
-        """Write averages to `out` (heads, d) fp16."""
-        places = _places(shape, lane)
-        for i, word in enumerate(words):
-            at, (_, _, head) = i // len(places), places[i % len(places)]
-            value = warp * GROUP + (at & 1) * 64 + (at >> 1) * 16 + (lane >> 2) * 2
-            address = out + wide(head * shape.d_model + value) * 2
-            store_32_if(address, word, less(head, shape.n_heads))
-
-    return put

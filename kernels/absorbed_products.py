@@ -1,7 +1,7 @@
 """What the products around attention over cached inputs share: W_q, W_k^T and W_v by head, in clusters of 8 blocks.
 
-A cluster owns a head. For W_q and W_v each block multiplies one eighth of K (8 chains, added as `linear_parts.add_chains` does); for W_k^T q
-each makes one eighth of the outputs (one chain over head_dim). A row's bits depend on neither the row count nor its place.
+A cluster owns a head. For W_q and W_v each block multiplies one eighth of K (8 chains, added as `linear_parts.add_chains` does); for
+W_k^T q each makes one eighth of the outputs (one chain over head_dim). A row's bits depend on neither the row count nor its place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.absorbed_shape import GROUP, AbsorbedShape
+from kernels.absorbed_shape import GROUP, AbsorbedShape, average_values
 from kernels.device_code import traced
 from kernels.fragments import (
     RANKS,
@@ -97,15 +97,19 @@ class ProductLaunch:
 
 
 def pack_heads(weight: torch.Tensor, shape: AbsorbedShape) -> torch.Tensor:
-    """W_q, or W_v with its kv heads repeated for their query heads: (n_heads * head_dim, d) fp16 in the order of the products."""
+    """W_q, (n_heads * head_dim, d) fp16, in the order of the products."""
     product = product_shape(shape)
     return pack_weight(weight, product, plain_rows(product.n, product).to(weight.device))
 
 
-def repeat_heads(weight: torch.Tensor, shape: AbsorbedShape) -> torch.Tensor:
-    """(n_kv_heads * head_dim, d) -> (n_heads * head_dim, d)."""
-    heads = weight.view(shape.n_kv_heads, shape.head_dim, -1)
-    return heads.repeat_interleave(shape.n_heads // shape.n_kv_heads, 0).flatten(0, 1)
+def pack_values(weight: torch.Tensor, shape: AbsorbedShape) -> torch.Tensor:
+    """W_v (n_kv_heads * head_dim, d) in the order of the products: heads repeated for their query heads, columns as averages lie."""
+    heads = weight.view(shape.n_kv_heads, shape.head_dim, shape.groups, GROUP)[
+        ..., average_values()
+    ]
+    return pack_heads(
+        heads.repeat_interleave(shape.n_heads // shape.n_kv_heads, 0).view(-1, shape.d_model), shape
+    )
 
 
 def fold_values(shape: AbsorbedShape) -> torch.Tensor:

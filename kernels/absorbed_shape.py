@@ -16,6 +16,7 @@ STORED, EXACT, SINKS, NOTHING = 0, 1, 2, 3  # kinds of units
 KIND, FIRST, LAST, STABLE, SINKS_APART = 3, 4, 8, 16, 32  # flags
 CHAIN_SHIFT, COUNT_SHIFT = 8, 16
 ENTRY_BYTES = 16
+_STORED_CHAINS = 8  # a power of two; with 16 one row is faster and 64 rows are slower
 _JOINED = 2  # blocks a row with which each block joins its half of the chains
 
 
@@ -33,7 +34,6 @@ class AbsorbedShape:
     head_dim: int
     kind: str = "int4"
     has_alibi: bool = False
-    stored_chains: int = 8
 
     def __post_init__(self) -> None:
         if self.d_model % GROUP or self.groups > 16 or self.n_heads > 16 or self.head_dim % 32:
@@ -42,6 +42,10 @@ class AbsorbedShape:
     @property
     def is_cut(self) -> bool:
         return self.kind == "int4"
+
+    @property
+    def stored_chains(self) -> int:
+        return _STORED_CHAINS
 
     @property
     def chains(self) -> int:
@@ -113,12 +117,28 @@ def query_place(shape: AbsorbedShape, head: int, value: int) -> tuple[int, bool]
     return group * shape.group_bytes // 2 + tile * 1024 + word * 2 + half, is_high
 
 
+def average_values() -> list[int]:
+    """Which of a group's values lies where in averages: what a lane has of a head is then two times 16 bytes."""
+    return [
+        (at & 1) * 64 + (at >> 1) * 16 + 2 * g + half
+        for four in range(2)
+        for g in range(8)
+        for at in range(4 * four, 4 * four + 4)
+        for half in range(2)
+    ]
+
+
 @dataclass(frozen=True)
 class AbsorbedLaunch:
-    """`split` blocks share a row's chains: 2 write the averages of their halves, others those of every chain."""
+    """`split` blocks share a row's chains: 2 write the averages of their halves, others those of every chain.
+
+    `ahead` units (1 or 2) are on their way before the kernel in front has ended: 2 where all blocks run beside that, else the copies of the
+    second between products cost less.
+    """
 
     shape: AbsorbedShape
     split: int
+    ahead: int = 1
 
     @property
     def is_joined(self) -> bool:

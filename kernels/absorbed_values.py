@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.absorbed import attention
-from kernels.absorbed_parts import join_factors, join_halves, twice
+from kernels.absorbed_chains import join_factors, join_halves, twice
 from kernels.absorbed_plan import plan
 from kernels.absorbed_products import (
     VALUE_WARPS,
@@ -202,7 +202,7 @@ def values(
 ) -> Variant:
     """W_v of the joined averages, fp16 in the order in which `target` reads it: grid (8 * heads, chunks of columns).
 
-    Kernel arguments: W_v (`repeat_heads`, `pack_heads`), averages and meta of `absorbed.attention`, out, num_rows.
+    Kernel arguments: W_v (`pack_values`), averages and meta of `absorbed.attention`, out, num_rows.
     """
     shared = (
         launch.weight_bytes + launch.x_bytes + RANKS * launch.sum_slots * 64 + 8 + 8 * VALUE_WARPS
@@ -227,7 +227,7 @@ def variants() -> dict[str, Variant]:
         shape = AbsorbedShape(1536, 12, 12, 128, kind)
         for split in (shape.chains, 2):
             attend = AbsorbedLaunch(shape, split)
-            launch = ProductLaunch(shape, 8 if split == 2 else 1)
+            launch = ProductLaunch(shape, 8, 3) if split == 2 else ProductLaunch(shape, 1)
             for variant in (
                 plan("absorbed_plan", attend),
                 attention("absorbed", attend),

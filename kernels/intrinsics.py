@@ -676,6 +676,12 @@ def copy_wait_but_one() -> None:
     emulator.copy_wait(1)
 
 
+@op("", "", "cp.async.wait_group 0;", memory=True)
+def copy_wait_all() -> None:
+    """Wait for all groups of this thread's copies."""
+    emulator.copy_wait(0)
+
+
 # --- arithmetic ------------------------------------------------------------------------------------
 
 

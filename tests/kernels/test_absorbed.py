@@ -20,7 +20,15 @@ from kernels import (
     reference,
 )
 from kernels.absorbed_products import ProductLaunch
-from kernels.absorbed_shape import AbsorbedLaunch, AbsorbedShape, query_place
+from kernels.absorbed_shape import (
+    COUNT_SHIFT,
+    KIND,
+    NOTHING,
+    AbsorbedLaunch,
+    AbsorbedShape,
+    average_values,
+    query_place,
+)
 from kernels.compiler import Variant
 from kernels.fragments import PRESCALE, ProductShape
 from kernels.layout import CutCache, Paging
@@ -107,9 +115,11 @@ class Case:
         )  # fmt: skip
         return out.view(rows, shape.n_heads, shape.d_model)
 
-    def averages(self, split: int, rows: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    def averages(
+        self, split: int, rows: list[int] | None = None, ahead: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """What the kernel gives for some rows."""
-        shape, launch = self.shape, AbsorbedLaunch(self.shape, split)
+        shape, launch = self.shape, AbsorbedLaunch(self.shape, split, ahead)
         some = torch.tensor(range(len(self.positions)) if rows is None else rows)
         queries = torch.zeros(len(some), shape.query_bytes // 2)
         for head in range(shape.n_heads):
@@ -156,7 +166,10 @@ def _joined(averages: Tensor, meta: Tensor) -> Tensor:
     """Averages of all of a row's slots, weighted by their (maximum, sum)."""
     weights = meta[..., 1] * torch.exp2(meta[..., 0] - meta[..., 0].amax(1, keepdim=True))
     weights = weights / weights.sum(1, keepdim=True)
-    return (averages.float() * weights[..., None]).sum(1)
+    found = (averages.float() * weights[..., None]).sum(1).unflatten(-1, (-1, 128))
+    values = torch.empty_like(found)
+    values[..., average_values()] = found
+    return values.flatten(-2)
 
 
 def _shape(kind: str, d: int = 128, heads: int = 3, has_alibi: bool = False) -> AbsorbedShape:
@@ -205,6 +218,21 @@ def test_no_row_gives_zeros() -> None:
     assert not averages.any() and not meta[..., 1].any()
 
 
+def test_a_row_without_blocks_has_no_sinks() -> None:
+    """A row that leaves before a loop has no table there, and nobody reads what is listed for it."""
+    launch = AbsorbedLaunch(_shape("int4"), 2)
+    room = absorbed_plan.list_units(launch, 2)
+    lists = torch.full((1, 2, room, 4), -1, dtype=torch.int32)
+    number = torch.tensor([70], dtype=torch.int32)
+    none, info = torch.full((2,), -1, dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    _run(
+        absorbed_plan.plan("t", launch), (1, 1), none, torch.zeros(1, dtype=torch.int32), none, number, info,
+        number * 0, lists, 1, 2, room,
+    )  # fmt: skip
+    last = int(lists[0, 1, 0, 2]) >> COUNT_SHIFT
+    assert int(lists[0, 1, last - 1, 2]) & KIND == NOTHING
+
+
 def _values(
     shape: AbsorbedShape, split: int, averages: Tensor, meta: Tensor, columns: int = 1
 ) -> Tensor:
@@ -214,9 +242,7 @@ def _values(
     weight = torch.randn(shape.n_kv_heads * shape.head_dim, shape.d_model) / shape.d_model**0.5
     launch, target = ProductLaunch(shape, columns), ProductShape(16, width, 1)
     out = torch.full((fragments.packed_size(rows, target, columns),), torch.nan).half()
-    packed = absorbed_products.pack_heads(
-        absorbed_products.repeat_heads(weight.half(), shape), shape
-    )
+    packed = absorbed_products.pack_values(weight.half(), shape)
     variant = absorbed_values.values("t", launch, AbsorbedLaunch(shape, split), target)
     chunks = -(-rows // launch.columns)
     _run(variant, (8 * shape.n_heads, chunks), packed, averages, meta, out, rows)
@@ -229,7 +255,7 @@ def _values(
 def test_a_row_has_its_bits_in_any_company_and_spread() -> None:
     """Nine stored blocks, so that a chain has two; the last product joins what blocks of many rows join themselves."""
     case = Case(_shape("int4", heads=2), [580, 3])
-    alone, many = case.averages(10, [0]), case.averages(2)
+    alone, many = case.averages(10, [0], 2), case.averages(2)
     joined = _values(case.shape, 2, *many)
     assert torch.equal(_values(case.shape, 10, *alone)[0], joined[0])
     torch.testing.assert_close(_joined(*many), case.expected(), rtol=2e-3, atol=2e-3)
@@ -237,7 +263,7 @@ def test_a_row_has_its_bits_in_any_company_and_spread() -> None:
 
 def test_a_block_of_two_chains_gives_what_two_blocks_give() -> None:
     case = Case(_shape("int4", heads=2), [70, 3])
-    alone, both = case.averages(10, [0]), case.averages(5, [1, 0])
+    alone, both = case.averages(10, [0]), case.averages(5, [1, 0], 2)
     assert torch.equal(both[0][1], alone[0][0]) and torch.equal(both[1][1], alone[1][0])
 
 
