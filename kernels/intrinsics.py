@@ -628,6 +628,18 @@ def mbarrier_arrive(address: int) -> None:
     emulator.mbarrier_arrive(address)
 
 
+@op(
+    "",
+    "rf",
+    "{.reg .pred p; .reg .b32 word, place; mov.b32 word, $1; setp.eq.u32 p, word, 0x7FABCDEF; "
+    "selp.b32 place, 0, $0, p; mbarrier.arrive.shared.b64 _, [place];}",
+    memory=True,
+)
+def mbarrier_arrive_with(address: int, result: float) -> None:
+    """Arrive once a result of arithmetic (never this NaN) is there: an arrival may overtake loads from shared memory that still wait."""
+    emulator.mbarrier_arrive(address)
+
+
 @op("", "r", "mbarrier.arrive.shared::cluster.b64 _, [$0];", memory=True)
 def mbarrier_arrive_cluster(address: int) -> None:
     """Arrive at a memory barrier of a block of the cluster, to tell that this block has read something.

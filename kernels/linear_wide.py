@@ -30,6 +30,7 @@ from kernels.intrinsics import (
     map_shared,
     mbarrier_arrive,
     mbarrier_arrive_cluster,
+    mbarrier_arrive_with,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
@@ -84,6 +85,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     multiply_of = make_warpgroup_multiply if is_by_warpgroups else make_multiply
     zeros, add, multiply = make_zeros(launch), make_add(launch), multiply_of(launch)
     swap, owned = make_swap(launch), launch.owned
+    last = 4 * warp_tiles * warp_columns - 1  # of the sums, that which needs what is read last
     prepare_all, finish_one = make_ends(launch, is_normed, prepare, finish)
     # The rows whose factors a block needs: all, or those of its own column tiles.
     is_split = warp_columns % parts == 0
@@ -190,7 +192,8 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
                 )
                 sync_warp()
                 if lane == 0 and at + stages < all_steps:
-                    mbarrier_arrive(shared_base() + empty_at + remainder(at, stages) * 8)
+                    place = shared_base() + empty_at + remainder(at, stages) * 8
+                    mbarrier_arrive_with(place, acc[last])
                 at += 1
             total = add(total, acc)
         return total
