@@ -31,7 +31,7 @@ from kernels.intrinsics import (
     less,
     load_f32_if,
     load_shared_128,
-    mbarrier_arrive,
+    mbarrier_arrive_with,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
@@ -210,7 +210,7 @@ def make_tiled(shape: Tiled) -> Any:
                 sync_warp()
                 # PERF: of the block alone; a release to the cluster would order all memory, every group
                 if lane == 0:
-                    mbarrier_arrive(shared + bars_at + slot * 16 + 8)
+                    mbarrier_arrive_with(shared + bars_at + slot * 16 + 8, acc[num_acc - 1])
                 # the group before is most likely done with by all warps: its place in the ring is filled
                 later = group + (stages - 1)
                 if thread_id() == 0 and group > 0 and later < groups:
