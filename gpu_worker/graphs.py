@@ -374,9 +374,7 @@ class DecodeRunner:
 
     def _launch(self, name: str, stream: int, *args: Any, is_first: bool = False) -> None:
         kernel = self._library.get(self.variants[name])
-        # Tiles of qkv were wrong in 2 to 15 of 100 steps of 16 rows when it started early; at 8, 32 and 64 rows never. The cause is not known.
-        is_alone = is_first or (name == "qkv" and column_tiles_for(self.rows) == 2)
-        overlapped = self._is_overlapped and not is_alone
+        overlapped = self._is_overlapped and not is_first
         kernel.launch(self.grids[name], args, stream, is_overlapped=overlapped)
 
     def launch_begin(self, stream: int) -> None:

@@ -93,7 +93,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     together = min(columns, 2 * apart)
     scales = make_scales(shape.k, 8 * (together // apart), apart)
 
-    # With the cheap fence 16 rows had wrong tiles of q, k and v in 2 to 15 of 100 steps, with the other in 1 of 2,800; the cause is not known.
+    # With the cheap fence 16 rows had wrong tiles of q, k and v in 2 to 15 of 100 steps, with the other in 1 of 2,800 (see `linear.qkv_product`).
     fence = fence_async if is_by_warpgroups else fence_async_all
     # Few rows read little but weights, more than the L2 cache holds: none of them are there when the next loop comes.
     copy = bulk_copy_once if launch.column_tiles == 1 else bulk_copy

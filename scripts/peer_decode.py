@@ -83,6 +83,7 @@ def measure(
         return head(x, tensors["norm"], tensors["head"])
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what fills the tensors there
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(3):
             step()
