@@ -228,6 +228,7 @@ class _Service:
         self._register_at = 0.0
         self._heard_at = time.monotonic()
         self._runs_seen = 0
+        self._series_at = 0.0  # when the numbers of the beats are due again
         self._has_news = False  # credits or prefixes may have changed without a step
         self._socket, self._monitor = transport.connect_workers(
             context, worker._wire, worker.worker_id
@@ -359,7 +360,7 @@ class _Service:
         self._pulse.step_began_at = time.monotonic()
         result = engine.step()
         self._pulse.step_began_at = None
-        self._pulse.series = engine.series()
+        self._note_series()
         self._send(
             StepDone(
                 self._epoch,
@@ -375,6 +376,13 @@ class _Service:
                 tuple(result.dropped_prefixes),
             )
         )
+
+    def _note_series(self) -> None:
+        """Brings the numbers of the next beat up to date, as often as beats need it."""
+        now = time.monotonic()
+        if now >= self._series_at:
+            self._series_at = now + BEAT_S / 4
+            self._pulse.series = self._engine.series()
 
     def _send(self, message: Any) -> None:
         try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -31,10 +32,21 @@ class Tokens(tuple[int, ...]):
 
 
 _Packer = Callable[[Any], Any]
-_Field = tuple[str, _Packer, _Packer]  # name, to wire, from wire (raises BadMessage)
-_codecs: dict[type[Any], tuple[list[_Field], int]] = {}
 
 MessageT = TypeVar("MessageT")
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """How a type is written and read: all its fields at once, those that are written otherwise than they are, and how each comes back."""
+
+    read: Callable[[Any], Sequence[Any]]
+    changed: list[tuple[int, _Packer]]
+    back: list[_Packer]  # they raise BadMessage
+    num_required: int
+
+
+_codecs: dict[type[Any], _Codec] = {}
 
 
 def pack(tag: int, message: Any) -> bytes:
@@ -70,26 +82,35 @@ def unpack(
 
 
 def _to_wire(cls: type[Any], message: Any) -> list[Any]:
-    return [to(getattr(message, name)) for name, to, _ in _codec(cls)[0]]
+    codec = _codec(cls)
+    values = list(codec.read(message))
+    for place, to in codec.changed:
+        values[place] = to(values[place])
+    return values
 
 
 def _from_wire(cls: type[Any], values: Any) -> Any:
-    codec, num_required = _codec(cls)
-    if not isinstance(values, tuple) or len(values) < num_required:
-        raise BadMessage(f"{cls.__name__}: expected at least {num_required} fields")
+    codec = _codec(cls)
+    if not isinstance(values, tuple) or len(values) < codec.num_required:
+        raise BadMessage(f"{cls.__name__}: expected at least {codec.num_required} fields")
     try:
-        return cls(*[back(value) for (_, _, back), value in zip(codec, values, strict=False)])
+        return cls(*[back(value) for back, value in zip(codec.back, values, strict=False)])
     except BadMessage as ex:
         raise BadMessage(f"{cls.__name__}: {ex}") from None
 
 
-def _codec(cls: type[Any]) -> tuple[list[_Field], int]:
+def _codec(cls: type[Any]) -> _Codec:
     codec = _codecs.get(cls)
     if codec is None:
-        hints = get_type_hints(cls)
-        listed = [(f.name, *_coder(hints[f.name])) for f in fields(cls)]
-        num_required = sum(f.default is f.default_factory for f in fields(cls))  # both MISSING
-        codec = _codecs[cls] = (listed, num_required)
+        hints, listed = get_type_hints(cls), fields(cls)
+        coders = [_coder(hints[f.name]) for f in listed]
+        names = [f.name for f in listed]
+        codec = _codecs[cls] = _Codec(
+            attrgetter(*names) if len(names) > 1 else lambda m: [getattr(m, n) for n in names],
+            [(i, to) for i, (to, _) in enumerate(coders) if to is not _same],
+            [back for _, back in coders],
+            sum(f.default is f.default_factory for f in listed),  # both MISSING
+        )
     return codec
 
 
@@ -107,7 +128,8 @@ def _coder(kind: Any) -> tuple[_Packer, _Packer]:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType) and NoneType in args:
         to, back = _coder(next(a for a in args if a is not NoneType))
-        return (lambda v: None if v is None else to(v)), (lambda v: None if v is None else back(v))
+        may_pack = _same if to is _same else lambda v: None if v is None else to(v)
+        return may_pack, lambda v: None if v is None else back(v)
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         to, back = _coder(args[0])
         return (lambda vs: [to(v) for v in vs]), (lambda vs: tuple([back(v) for v in _tuple(vs)]))
