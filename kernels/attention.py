@@ -60,6 +60,7 @@ from kernels.intrinsics import (
     wide,
 )
 from kernels.polling import bulk_copy_once
+from kernels.reads import make_zero_once, never_of
 
 __all__ = ["AttentionLaunch", "AttentionShape", "attention", "choose_launch"]
 
@@ -87,6 +88,10 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
     softmax, softmax_masked = (make_softmax(shape, masked) for masked in (False, True))
     send, merge, write = make_send(launch), make_merge(launch), make_write(launch)
 
+    read_scores, read_values = (
+        make_zero_once(range(0, 16, 4)),
+        make_zero_once(range(0, dim // 4, 4)),
+    )
     shift = warp_streams.bit_length() - 1
 
     @device_function
@@ -186,7 +191,7 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
         if not is_paged:
             grid_dependency_wait()
         fence_async()
-        used = 0
+        used, never = 0, never_of(max_blocks)
         everything = 1 << 30
         stream, ordinal, part, loads, entries, page = fetch(
             stream, ordinal, part, loads, entries, page, used, everything, first_stream, position, low, table,
@@ -231,12 +236,15 @@ def _make_kernel(launch: AttentionLaunch) -> Any:
                         else:
                             total = values_1(total, weights, chunk, tiles)
                         if is_here:
+                            free = (
+                                read_scores(shown, never) if i < half else read_values(total, never)
+                            )
                             sync_warp()
                             used += 1
                             stream, ordinal, part, loads, entries, page = fetch(
                                 stream, ordinal, part, loads, entries, page, used, everything,
                                 first_stream, position, low, table, exact, stored, stored_block_bytes,
-                                ring, bars, lane,
+                                ring + free, bars, lane,
                             )  # fmt: skip
             send(total, state, first_stream + s, results, lane, base + results_bar_at)
         if cluster > 1:

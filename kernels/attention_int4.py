@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.attention_blocks import NO_WINDOW, make_fetch_own, make_find
 from kernels.attention_int4_parts import (
+    heads_of,
+    kept_tiles,
     make_head_slope,
     make_integer_query,
     make_send_stored,
@@ -62,6 +64,7 @@ from kernels.intrinsics import (
 )
 from kernels.layout import NUM_SINKS
 from kernels.polling import bulk_copy_once
+from kernels.reads import make_zero_once, never_of
 
 if TYPE_CHECKING:
     from kernels.attention_shapes import AttentionLaunch
@@ -96,6 +99,12 @@ def make_kernel(launch: AttentionLaunch) -> Any:
     sink_step, correct, zeros = make_sink_step(shape), make_correct(shape), make_zeros(shape)
     send, merge, write = make_send(launch), make_merge(launch), make_write(launch)
     commit, copy_sink = make_commit(dim), make_sink_copy(dim)
+
+    read_scores = make_zero_once(range(2 * heads_of(shape)))
+    read_values = make_zero_once(range(2 * kept_tiles(shape)))
+    read_own_scores, read_own_values = (
+        make_zero_once(range(0, count, 4)) for count in (16, dim // 4)
+    )
 
     @device_function
     def seen_from(block: Any, low: Any) -> Any:
@@ -194,6 +203,7 @@ def make_kernel(launch: AttentionLaunch) -> Any:
         stored = stored_cache + kv_head * head_bytes
         first_stream = this_warp * warp_streams
         stream, part, entry, loads, used = 0, 0, 0, 0, 0
+        never = never_of(max_blocks)
         block = seen_from(first_stream, low)
         while block >= own and stream < warp_streams:
             stream += 1
@@ -236,11 +246,12 @@ def make_kernel(launch: AttentionLaunch) -> Any:
                 shown = stored_scores(
                     chunk + lane * 16, chunk + scales_at, query, query_unit, query_sum, lane
                 )
+                free = ring + read_scores(shown, never)
                 sync_warp()
                 used += 1
                 stream, block, part, entry, loads = fetch(
                     stream, block, part, entry, loads, used, last_part, first_stream, position, low, table,
-                    exact, stored, stored_block_bytes, ring, bars, lane,
+                    exact, stored, stored_block_bytes, free, bars, lane,
                 )  # fmt: skip
                 chunk = arrived(used, ring, bars)
                 hidden = num_sinks if here == 0 and sink >= 0 else 0
@@ -270,11 +281,12 @@ def make_kernel(launch: AttentionLaunch) -> Any:
                     )
                 state = step[0:3]
                 total = stored_values(total, step[5:], chunk + lane * 16, step[3], step[4], lane)
+                free = ring + read_values(total, never)
                 sync_warp()
                 used += 1
                 stream, block, part, entry, loads = fetch(
                     stream, block, part, entry, loads, used, last_part, first_stream, position, low, table,
-                    exact, stored, stored_block_bytes, ring, bars, lane,
+                    exact, stored, stored_block_bytes, free, bars, lane,
                 )  # fmt: skip
                 here = seen_from(here + STREAMS, low)
             send_stored(total, state, first_stream + s, results, lane, base + results_bar_at)
@@ -295,11 +307,12 @@ def make_kernel(launch: AttentionLaunch) -> Any:
                         own_shown = scores(
                             own_shown, arrived(used, ring, bars) + lane * 16, fragments, i
                         )
+                        free = ring + read_own_scores(own_shown, never)
                         sync_warp()
                         used += 1
                         stream, block, part, entry, loads = fetch(
                             stream, block, part, entry, loads, used, last_part, first_stream, position, low,
-                            table, exact, stored, stored_block_bytes, ring, bars, lane,
+                            table, exact, stored, stored_block_bytes, free, bars, lane,
                         )  # fmt: skip
                 own_step = softmax_masked(
                     own_shown, exact_state, own * 64, position, window, own_slopes, lane
@@ -316,11 +329,12 @@ def make_kernel(launch: AttentionLaunch) -> Any:
                         exact_total = values_2(exact_total, own_step[0:8], chunk, tiles)
                     else:
                         exact_total = values_3(exact_total, own_step[0:8], chunk, tiles)
+                    free = ring + read_own_values(exact_total, never)
                     sync_warp()
                     used += 1
                     stream, block, part, entry, loads = fetch(
                         stream, block, part, entry, loads, used, last_part, first_stream, position, low,
-                        table, exact, stored, stored_block_bytes, ring, bars, lane,
+                        table, exact, stored, stored_block_bytes, free, bars, lane,
                     )  # fmt: skip
             send(exact_total, exact_state, STREAMS, results, lane, base + results_bar_at)
         if cluster > 1:

@@ -42,8 +42,6 @@ class Variant:
     blocks_per_sm: int = 1
     # Whether all blocks must run at a time, because some wait for others.
     is_together: bool = False
-    # Whether it may never start before the kernel in front has ended.
-    is_late: bool = False
     # Values that the source does not show (what a factory closed over); part of the cache key.
     constants: tuple[Any, ...] = ()
 

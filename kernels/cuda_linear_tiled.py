@@ -31,7 +31,7 @@ from kernels.intrinsics import (
     less,
     load_f32_if,
     load_shared_128,
-    mbarrier_arrive_with,
+    mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
@@ -42,6 +42,7 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
+from kernels.reads import ends_of_sums, make_zero_once, never_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def make_tiled(shape: Tiled) -> Any:
     x_at, bars_at = block_tiles * group_bytes, stages * stage_bytes
     num_warps, warps_n = shape.warps_m * shape.warps_n, shape.warps_n
     num_acc = 4 * tiles * columns
+    zero_once = make_zero_once(ends_of_sums(tiles, columns))
     assert RUN % block_tiles == 0 and RUN % block_columns == 0, "a block's tiles lie in one run"
 
     @traced("f" * num_acc)
@@ -199,7 +201,7 @@ def make_tiled(shape: Tiled) -> Any:
         at_w = shared + warp_m * (tiles * group_bytes) + lane * 16
         at_x = shared + x_at + warp_n * (columns * X_GROUP_BYTES) + lane * 16
         per = (groups + SLICES - 1) >> 3
-        sums = no_sums()
+        sums, never = no_sums(), never_of(n)
         slot, parity, before, parity_before = 0, 0, 0, 0
         for low in range(0, groups, per):
             acc = no_sums()
@@ -210,7 +212,7 @@ def make_tiled(shape: Tiled) -> Any:
                 sync_warp()
                 # PERF: of the block alone; a release to the cluster would order all memory, every group
                 if lane == 0:
-                    mbarrier_arrive_with(shared + bars_at + slot * 16 + 8, acc[num_acc - 1])
+                    mbarrier_arrive(shared + bars_at + slot * 16 + 8 + zero_once(acc, never))
                 # the group before is most likely done with by all warps: its place in the ring is filled
                 later = group + (stages - 1)
                 if thread_id() == 0 and group > 0 and later < groups:

@@ -578,11 +578,6 @@ def grid_dependency_wait() -> None:
     """Wait until all earlier kernels have ended and their writes can be read."""
 
 
-@op("", "", "fence.proxy.async;", memory=True)
-def fence_async_all() -> None:
-    """Order what this thread may see of all memory before its later bulk copies; waits for its accesses on the whole device."""
-
-
 @op("", "", "fence.proxy.async.global;", memory=True)
 def fence_async() -> None:
     """Order what this thread may see of global memory before its later bulk copies from there.
@@ -625,18 +620,6 @@ def mbarrier_wait(address: int, parity: int) -> None:
 @op("", "r", "mbarrier.arrive.shared.b64 _, [$0];", memory=True)
 def mbarrier_arrive(address: int) -> None:
     """Arrive at a memory barrier of this block."""
-    emulator.mbarrier_arrive(address)
-
-
-@op(
-    "",
-    "rf",
-    "{.reg .pred p; .reg .b32 word, place; mov.b32 word, $1; setp.eq.u32 p, word, 0x7FABCDEF; "
-    "selp.b32 place, 0, $0, p; mbarrier.arrive.shared.b64 _, [place];}",
-    memory=True,
-)
-def mbarrier_arrive_with(address: int, result: float) -> None:
-    """Arrive once a result of arithmetic (never this NaN) is there: an arrival may overtake loads from shared memory that still wait."""
     emulator.mbarrier_arrive(address)
 
 

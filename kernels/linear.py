@@ -58,6 +58,7 @@ from kernels.linear_parts import (
 from kernels.linear_wide import make_wide_kernel
 from kernels.linear_wide_parts import SHARED_BLOCK_BYTES, WideLaunch
 from kernels.polling import bulk_copy_once
+from kernels.reads import ends_of_sums, make_zero_once, never_of
 
 # How the lanes that hold a tile's 8 pairs differ, here and in the wide kernel.
 PAIR_MASKS, WIDE_PAIR_MASKS = (1, 2, 4), (4, 8, 16)
@@ -169,6 +170,7 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
     sums_bar_at, free_bar_at = x_bar_at + 8, x_bar_at + 24
     stage, scales = make_stage(launch), make_scales(shape.k, min(8, columns))
     scales_at, warp_scales = launch.scales_at, 4 * columns
+    zero_once = make_zero_once(ends_of_sums(warp_tiles, 1))
     chain_x_bytes = shape.k_steps // 2 * launch.column_tiles * 512
     multiply, send, collect = make_multiply(launch), make_send(launch), make_collect(launch)
 
@@ -294,7 +296,8 @@ def _make_kernel(launch: Launch, is_normed: bool, prepare: Any, finish: Any) -> 
             if turn + stages < rounds:
                 sync_warp()
                 if lane == 0:
-                    fetch(base, weights, cluster, turn + stages, warp, rank)
+                    free = base + zero_once(acc, never_of(num_rows))
+                    fetch(free, weights, cluster, turn + stages, warp, rank)
             if turn > 0:
                 before = (turn - 1) & 1
                 reduce(
@@ -334,7 +337,6 @@ def _variant(
     is_normed: bool,
     ends: Any,
     *constants: Any,
-    is_late: bool = False,
 ) -> Variant:
     if isinstance(launch, WideLaunch):
         return Variant(
@@ -345,7 +347,6 @@ def _variant(
             cluster=launch.parts,
             shared_bytes=launch.shared_bytes,
             blocks_per_sm=1 if launch.shared_bytes > SHARED_BLOCK_BYTES else 2,
-            is_late=is_late and not launch.is_by_warpgroups,
             constants=(launch, is_normed, *constants),
         )
     how = "_ring" if launch.rounds > 1 else ""
@@ -383,5 +384,4 @@ def gated_product(name: str, launch: Launch | WideLaunch, target: ProductShape) 
 def qkv_product(name: str, launch: Launch | WideLaunch, heads: HeadShape) -> Variant:
     """q, k, v = norm(x) W^T, turned; k and v go into the cache."""
     masks = PAIR_MASKS if isinstance(launch, Launch) else WIDE_PAIR_MASKS
-    # Of 16 rows that started early 2 to 15 of 100 steps had wrong tiles; of 8 and 32 none, by the same code. The cause is not known.
-    return _variant(name, launch, True, make_qkv(heads, masks[0]), heads, is_late=True)
+    return _variant(name, launch, True, make_qkv(heads, masks[0]), heads)

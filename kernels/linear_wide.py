@@ -23,14 +23,12 @@ from kernels.intrinsics import (
     cluster_rank,
     cluster_wait,
     fence_async,
-    fence_async_all,
     grid_dependency_launch,
     grid_dependency_wait,
     keep_loop,
     map_shared,
     mbarrier_arrive,
     mbarrier_arrive_cluster,
-    mbarrier_arrive_with,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_init_fence,
@@ -55,6 +53,7 @@ from kernels.linear_wide_parts import (
     make_zeros,
 )
 from kernels.polling import bulk_copy_once
+from kernels.reads import ends_of_sums, make_zero_once, never_of
 
 
 def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: Any) -> Any:
@@ -85,7 +84,8 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     multiply_of = make_warpgroup_multiply if is_by_warpgroups else make_multiply
     zeros, add, multiply = make_zeros(launch), make_add(launch), multiply_of(launch)
     swap, owned = make_swap(launch), launch.owned
-    last = 4 * warp_tiles * warp_columns - 1  # of the sums, that which needs what is read last
+    # A warpgroup's product ends as a whole.
+    zero_once = make_zero_once([0] if is_by_warpgroups else ends_of_sums(warp_tiles, warp_columns))
     prepare_all, finish_one = make_ends(launch, is_normed, prepare, finish)
     # The rows whose factors a block needs: all, or those of its own column tiles.
     is_split = warp_columns % parts == 0
@@ -93,8 +93,6 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     together = min(columns, 2 * apart)
     scales = make_scales(shape.k, 8 * (together // apart), apart)
 
-    # With the cheap fence 16 rows had wrong tiles of q, k and v in 2 to 15 of 100 steps, with the other in 1 of 2,800 (see `linear.qkv_product`).
-    fence = fence_async if is_by_warpgroups else fence_async_all
     # Few rows read little but weights, more than the L2 cache holds: none of them are there when the next loop comes.
     copy = bulk_copy_once if launch.column_tiles == 1 else bulk_copy
 
@@ -140,7 +138,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
     def feed(weights: Any, x: Any, part: Any, lane: Any) -> None:
         grid_dependency_wait()
         cluster_wait()
-        fence()
+        fence_async()
         for at in range(at_run_time(min(x_stages, all_steps))):
             keep_loop()
             fetch_x(x, at, part, lane)
@@ -176,7 +174,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
         mbarrier_wait(base + full_at + remainder(at, stages) * 8, quotient(at, stages) & 1)
 
     @device_function
-    def add_all(at: Any, weights_in: Any, x_in: Any, lane: Any) -> Any:
+    def add_all(at: Any, weights_in: Any, x_in: Any, never: Any, lane: Any) -> Any:
         """The sum over the block's part of K, whose first ring step is `at`."""
         total = zeros()
         for _ in range(at_run_time(GROUP)):
@@ -193,7 +191,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
                 sync_warp()
                 if lane == 0 and at + stages < all_steps:
                     place = shared_base() + empty_at + remainder(at, stages) * 8
-                    mbarrier_arrive_with(place, acc[last])
+                    mbarrier_arrive(place + zero_once(acc, never))
                 at += 1
             total = add(total, acc)
         return total
@@ -244,7 +242,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
             tile_at = quotient(warp, column_warps) * warp_tiles
             column0 = remainder(warp, column_warps) * warp_columns
             weights_in = base + tile_at * tile_stride + lane * 16
-            x_in = base + x_at
+            x_in, never = base + x_at, never_of(num_rows)
             if not is_by_warpgroups:
                 x_in += column0 * 512 + lane * 16
             for turn in range(rounds):
@@ -253,7 +251,7 @@ def make_wide_kernel(launch: WideLaunch, is_normed: bool, prepare: Any, finish: 
                     ready = prepare_all(
                         tile0, column0, part, lane, rows, first_row, e0, e1, e2, e3, e4, e5, e6, e7
                     )
-                total = add_all(turn * block_steps, weights_in, x_in, lane)
+                total = add_all(turn * block_steps, weights_in, x_in, never, lane)
                 half = turn & 1
                 sums = base + sums_at + half * sums_bytes
                 if turn > 1:

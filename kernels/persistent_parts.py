@@ -50,6 +50,7 @@ from kernels.polling import (
     store_shared_16_if,
     store_tagged_if,
 )
+from kernels.reads import any_bits
 
 if TYPE_CHECKING:
     from kernels.attention_shapes import AttentionShape
@@ -125,13 +126,14 @@ def make_multiply(steps: int, part: int) -> Any:
 
     @traced("ffffr")
     def multiply(acc: Any, weights: Any, x: Any) -> Any:
-        """The sums, and the last word that was read: whoever has it has read the whole piece."""
-        acc, a = acc[:4], (0,)
+        """The sums, and bits of all that was read: whoever has them has read the whole piece."""
+        acc, read = acc[:4], []
         for step in range(steps):
             a = load_shared_128(weights + step * 512)
+            read.append(a[0])
             at = 2 * (part * steps + step)
             acc = mma(*acc, *a, x[at], x[at + 1])
-        return (*acc, a[-1])
+        return (*acc, any_bits(read))
 
     return multiply
 
@@ -203,15 +205,16 @@ def make_query(shape: AttentionShape) -> Any:
 
     @traced("ffffr")
     def some_scores(acc: Any, keys: Any, area: Any, lane: Any) -> Any:
-        """q.k of 16 positions over 64 dims, and the last word of keys; columns past the group repeat the first and are of no use."""
-        acc, a = acc[:4], (0,)
+        """q.k of 16 positions over 64 dims, and bits of all keys; columns past the group repeat the first and are of no use."""
+        acc, read = acc[:4], []
         place = area + select_int(lane, lane & 3, less(lane, 4 * group)) * 16
         for part in range(2):
             b = load_shared_128(place + part * (group * 64))
             for step in range(2):
                 a = load_shared_128(keys + (2 * part + step) * 512)
+                read.append(a[0])
                 acc = mma(*acc, *a, b[2 * step], b[2 * step + 1])
-        return (*acc, a[-1])
+        return (*acc, any_bits(read))
 
     return look_query, lacks_any, keep_query, some_scores
 

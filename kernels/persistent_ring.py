@@ -80,8 +80,7 @@ def make_ring(launch: CoreLaunch) -> Any:
 
     @device_function
     def release(base: Any, warp: Any, lane: Any, slot: Any, turn: Any, nothing: Any) -> Any:
-        """`nothing`: 0, made of what was read last. Else the slot may be given back, and filled, before the reads that
-        wait behind other loads have been done: the device does not order them."""
+        """`nothing`: 0, made of all that was read (`reads.py` says why)."""
         sync_warp()
         if lane == 0:
             mbarrier_arrive(base + free_at + (warp * slots + slot) * 8 + nothing)

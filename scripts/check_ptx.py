@@ -3,7 +3,8 @@
     python scripts/check_ptx.py [--build-dir build/ptx] [--only NAME]
 
 Prints registers, shared memory and spills of each kernel; a spill, a call left in the PTX, double-precision
-arithmetic or static shared memory fails. With --build-dir the PTX stays there for the worker to load. Needs
+arithmetic, static shared memory or a place in shared memory that is given back before what was read of it has come
+(`open_loads.py`) fails. With --build-dir the PTX stays there for the worker to load. Needs
 `requirements-cuda.txt`; without it, it says what is missing and leaves with 0.
 """
 
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kernels.compiler import Variant
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from open_loads import open_loads  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
 
@@ -92,18 +95,24 @@ def missing() -> str | None:
     return None
 
 
-def find_ptxas() -> str | None:
-    """ptxas of the CUDA packages, else of the system."""
+def find_tool(name: str) -> str | None:
+    """A tool of the CUDA packages, else of the system."""
     spec = util.find_spec("nvidia")
     for folder in (
         spec.submodule_search_locations if spec and spec.submodule_search_locations else []
     ):
-        for path in Path(folder).glob("**/bin/ptxas"):
+        for path in Path(folder).glob(f"**/bin/{name}"):
             return str(path)
-    return shutil.which("ptxas")
+    return shutil.which(name)
 
 
-def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]:
+def disassembled(cubin: Path, nvdisasm: str) -> str:
+    """The machine code of an assembled kernel as text."""
+    run = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def check(job: Job, ptxas: str, nvdisasm: str, build_dir: Path | None) -> tuple[str, list[str]]:
     """One line of the table, and what is wrong."""
     from kernels.compiler import ptx_of
 
@@ -116,10 +125,11 @@ def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]
             [ptxas, "-arch=sm_90a", "-v", str(source), "-o", str(Path(folder, "kernel.cubin"))],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-    if run.returncode:
-        return f"{spec_name:<10} {variant.name}", [
-            f"{variant.name}: ptxas: {run.stderr.strip()[:500]}"
-        ]
+        if run.returncode:
+            return f"{spec_name:<10} {variant.name}", [
+                f"{variant.name}: ptxas: {run.stderr.strip()[:500]}"
+            ]
+        faults = open_loads(disassembled(Path(folder, "kernel.cubin"), nvdisasm))
 
     def number(pattern: str) -> int:
         match = re.search(pattern, run.stderr)
@@ -128,7 +138,6 @@ def check(job: Job, ptxas: str, build_dir: Path | None) -> tuple[str, list[str]]
     registers = number(r"Used (\d+) registers")
     spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
     stack, static = number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem")
-    faults = []
     if spills or stack:
         faults.append(f"{spills} bytes of spills, {stack} bytes of stack")
     if static:
@@ -158,10 +167,10 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    ptxas, lacking = find_ptxas(), missing()
-    if lacking or ptxas is None:
+    ptxas, nvdisasm, lacking = find_tool("ptxas"), find_tool("nvdisasm"), missing()
+    if lacking or ptxas is None or nvdisasm is None:
         print(
-            f"check_ptx: {lacking or 'ptxas'} is missing (pip install -r requirements-cuda.txt): skipped"
+            f"check_ptx: {lacking or 'ptxas or nvdisasm'} is missing (pip install -r requirements-cuda.txt): skipped"
         )
         return 0
     row_counts = [int(r) for r in options.rows.split(",")]
@@ -176,7 +185,11 @@ def main() -> int:
     faults: list[str] = []
     with ProcessPoolExecutor(options.jobs) as pool:
         for line, wrong in pool.map(
-            check, jobs, [ptxas] * len(jobs), [options.build_dir] * len(jobs)
+            check,
+            jobs,
+            [ptxas] * len(jobs),
+            [nvdisasm] * len(jobs),
+            [options.build_dir] * len(jobs),
         ):
             print(line, flush=True)
             faults += wrong

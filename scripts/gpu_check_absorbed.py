@@ -25,7 +25,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_check import READ_TB_S, Report, random_model, time_graph  # noqa: E402
+from gpu_check import (  # noqa: E402
+    READ_TB_S,
+    REPEATED_ROWS,
+    Report,
+    check_replays,
+    random_model,
+    time_graph,
+)
 
 from gpu_worker.absorbed_graphs import (  # noqa: E402
     REFERENCE,
@@ -261,6 +268,7 @@ def main() -> int:
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--contexts", default="0,63,64,1000", help="lengths for parity")
+    parser.add_argument("--replays", type=int, default=300, help="of each row bucket, for parity")
     parser.add_argument(
         "--shares", action="store_true", help="also time the step without each kernel"
     )
@@ -277,7 +285,7 @@ def main() -> int:
     rows = [int(r) for r in options.rows.split(",")]
     splits = [int(s) for s in options.splits.split(",") if s]
     kinds = options.kinds.split(",")
-    compile_all(kinds, sorted({1, *rows}), [0, *splits], options.build_dir)
+    compile_all(kinds, sorted({*REPEATED_ROWS, *rows}), [0, *splits], options.build_dir)
     print(f"compiled after {time.monotonic() - started:.0f} s")
     tensors = model(REFERENCE)
     for kind in kinds:
@@ -285,6 +293,11 @@ def main() -> int:
         if "parity" in options.only:
             contexts = [int(c) for c in options.contexts.split(",")]
             check_step(report, weights, tensors, library, contexts, max(rows))
+            name = "h_int4" if weights.shape.is_cut else "h"
+            for count in REPEATED_ROWS:
+                runner = make_runner(weights, count, 1000, library)
+                one = share_cache(runner, 0, library)
+                check_replays(report, f"{name}, {count} rows", runner, one, options.replays)
         if "speed" in options.only:
             for count in rows:
                 measure(report, weights, library, count, options.context, options.shares)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpu_worker.graphs import REFERENCE, step_kernels
 from kernels import cuda_attention, sampling
 from kernels.compiler import Variant, ptx_path
 from kernels.launch import LaunchConfig, launch_config
@@ -79,13 +78,3 @@ def test_settings_of_a_kernel_have_names() -> None:
     """A setting put in between would otherwise take another's place unseen."""
     with pytest.raises(TypeError):
         Variant("any", lambda: None, "l", 256, 8)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(("rows", "is_late"), [(8, True), (16, True), (32, True), (64, False)])
-def test_qkv_of_few_rows_waits_for_the_kernel_in_front(rows: int, is_late: bool) -> None:
-    """Whoever launches it: early starts gave 16 rows wrong bits."""
-    variants, grids = step_kernels(REFERENCE, rows)
-    assert variants["qkv"].is_late == is_late
-    attributes = launch_config(variants["qkv"], grids["qkv"], is_overlapped=True).num_attributes
-    assert attributes == (1 if is_late else 2)  # the cluster, and the overlap
-    assert not any(variants[name].is_late for name in ("o", "gate_up", "down"))
