@@ -29,7 +29,7 @@ from gpu_worker.limits import EngineOptions
 from gpu_worker.model import Model
 from gpu_worker.model_card import model_card
 from gpu_worker.model_config import ModelConfig
-from gpu_worker.plain_decode import Flight, PlainDecode
+from gpu_worker.plain_decode import STEPS_AHEAD, Flight, PlainDecode
 from gpu_worker.prefixes import PrefixStore
 from gpu_worker.sequence import Sequence
 from gpu_worker.speculative import Guess
@@ -93,7 +93,7 @@ class Engine:
         )  # fmt: skip
         self._plain: PlainDecode | None = None
         self._waves: Waves | None = None
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # on the device, the oldest first
         if isinstance(self.model, GraphedModel):
             self.model.bind(self.cache, max(BUCKETS))
             if not keeps_inputs or is_absorbed(config):
@@ -179,7 +179,7 @@ class Engine:
         self._waiting.clear()
         for sequence in list(self._running):
             self._end(sequence)
-        self._flight = None
+        self._flights.clear()
         self._result = StepResult()
 
     def has_work(self) -> bool:
@@ -188,7 +188,7 @@ class Engine:
             or self._waiting
             or self._result.outputs
             or self._result.dropped_prefixes
-            or self._flight is not None
+            or self._flights
         )
 
     def step(self) -> StepResult:
@@ -321,13 +321,13 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- running a step
 
     def _decode(self) -> None:
-        """A step of all sequences, one ahead of the host where that can be."""
+        """A step of all sequences, ahead of the host where that can be."""
         works = self._find_blocks(self._plan())
         if self._plain is not None and self._plain.can_run(works, self._is_guessing):
             self._run_ahead(self._plain, works)
             return
-        if self._flight is not None:
-            self._land()
+        if self._flights:
+            self._land_all()
             works = self._find_blocks(self._plan())
         if works:
             self._run(works)
@@ -356,8 +356,8 @@ class Engine:
 
     @torch.inference_mode()
     def _run_ahead(self, plain: PlainDecode, works: list[Work]) -> None:
-        """Puts a plain step on the device, then takes the tokens of the one before."""
-        flight = plain.launch(works, self._flight)
+        """Puts a plain step on the device, then takes the tokens of the oldest one if enough are there."""
+        self._flights.append(plain.launch(works, self._flights[-1] if self._flights else None))
         for work in works:
             sequence = work.sequence
             sequence.num_computed = work.end
@@ -365,16 +365,18 @@ class Engine:
             if work.end % BLOCK_SIZE == 0:
                 self.cache.settle(sequence.slot, work.end)
                 self.cache.fold(sequence.slot, work.end)
-        self._land()
-        self._flight = flight
+        if len(self._flights) > STEPS_AHEAD:
+            self._land()
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
 
     def _land(self) -> None:
-        """Takes the tokens of the flight, if there is one; those of sequences that have left meanwhile count for nothing."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        self._result.num_rows = len(flight.sequences)
-        self._result.core_passes = flight.core_passes
+        """Takes the tokens of the oldest flight; those of sequences that have left meanwhile count for nothing."""
+        flight = self._flights.pop(0)
+        self._result.num_rows += len(flight.sequences)
+        self._result.core_passes += flight.core_passes
         self._totals["core_passes"] += flight.core_passes
         running = set(map(id, self._running))
         for sequence, token in zip(flight.sequences, flight.wait(), strict=True):
@@ -395,7 +397,7 @@ class Engine:
         waves.stop(self._running)
         if not can_carry:
             return False
-        self._land()
+        self._land_all()
         return waves.can_carry(self._running) and waves.start(self._running)
 
     def _take_segments(self, segments: list[Segment]) -> None:

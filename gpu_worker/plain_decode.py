@@ -1,8 +1,8 @@
-"""Plain decoding, one step ahead of the host: a step is put on the device before the tokens of the one before have come back.
+"""Plain decoding, ahead of the host: a step is put on the device before the tokens of those before have come back.
 
-A row whose token is not known to the host takes it from the device, where the step before chose it. So the device never waits for the
-host, and the host reads each step's tokens while the next one runs. A sequence that turns out to have ended has one row too many in
-flight, whose token nobody takes and whose K and V nobody reads.
+A row whose token is not known to the host takes it from the device, where the step before chose it. So the device does not wait for the
+host, which reads each step's tokens while the next ones run and may be late by STEPS_AHEAD steps less its own work. A sequence that turns
+out to have ended has as many rows too many in flight, whose tokens nobody takes and whose K and V nobody reads.
 
 For sequences that need nothing from the host between two tokens; the engine runs all others step by step.
 """
@@ -22,6 +22,8 @@ from gpu_worker.exits import has_exit
 from gpu_worker.graphed_model import GraphedModel
 from gpu_worker.rows import Rows
 from gpu_worker.sequence import Sequence
+
+STEPS_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class PlainDecode:
         is_on_gpu = model.device.type == "cuda"
         self._landings = [
             torch.zeros(self._graphs.max_rows, dtype=torch.int32, pin_memory=is_on_gpu)
-            for _ in range(3)
+            for _ in range(STEPS_AHEAD + 1)
         ]
 
     def can_run(self, works: Ordered[Work], is_guessing: bool) -> bool:
@@ -70,7 +72,7 @@ class PlainDecode:
         )
 
     def launch(self, works: Ordered[Work], before: Flight | None) -> Flight:
-        """Puts one token of each work on the device; `before` is the flight that is still under way."""
+        """Puts one token of each work on the device; `before` is the youngest flight that is still under way."""
         sequences = [work.sequence for work in works]
         at_row = {} if before is None else {id(s): r for r, s in enumerate(before.sequences)}
         sources = np.array([at_row[id(s)] if s.pending else -1 for s in sequences], dtype=np.int32)
