@@ -140,12 +140,13 @@ class Engine:
     @property
     def free_blocks(self) -> int:
         """Free and evictable blocks, less what running prompts still need and one more block per table of each sequence."""
-        owed = 0
-        for sequence in self._running:
-            positions = max(sequence.num_prompt, len(sequence.tokens)) + BLOCK_SIZE
-            owed += self.cache.num_missing(
-                sequence.slot, min(positions, self._max_positions(sequence))
-            )
+        owed = self.cache.num_missing_of_all(
+            [s.slot for s in self._running],
+            [
+                min(max(s.num_prompt, len(s.tokens)) + BLOCK_SIZE, self._max_positions(s))
+                for s in self._running
+            ],
+        )
         return max(0, self.cache.pool.num_free + self.prefixes.num_evictable_blocks() - owed)
 
     def add(self, run: Run) -> None:
@@ -276,6 +277,9 @@ class Engine:
         for work in works:
             if work.sequence not in self._running:
                 continue  # preempted for an older one
+            if self.cache.covers(work.sequence.slot, work.reach):
+                found.append(work)
+                continue
             while work.sequence in self._running:
                 missing = self.cache.num_missing(work.sequence.slot, work.end)
                 self._evict(missing, with_registered=False)

@@ -14,7 +14,7 @@ Owns who holds which block; knows no requests, tokens or arithmetic. Sizes come 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -202,6 +202,15 @@ class KVCache:
         count = max(more, 0) * self._height(slot)
         has_room = not self.form.has_copies or count <= self.copies.num_free
         return count if has_room else self.pool.num_blocks + 1
+
+    def num_missing_of_all(self, slots: Sequence[int], num_positions: Sequence[int]) -> int:
+        """The sum of `num_missing` of distinct slots, each with its number of positions."""
+        columns = -(-np.array(num_positions, dtype=np.int64) // BLOCK_SIZE)
+        more = np.maximum(columns - self._num_blocks[slots], 0)
+        counts = more * (self.num_extra_tables + self._num_loops[slots])
+        if self.form.has_copies:
+            counts[counts > self.copies.num_free] = self.pool.num_blocks + 1
+        return int(counts.sum())
 
     def extend(self, slot: int, num_positions: int) -> None:
         """Makes room for positions [0, num_positions) in all of the slot's tables.

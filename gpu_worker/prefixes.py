@@ -32,7 +32,8 @@ class PrefixStore:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._entries: dict[bytes, Entry] = {}
-        self._holds = np.zeros(pool.num_blocks, dtype=np.int32)  # of the entries alone
+        # of the entries alone, and of those registered by name
+        self._holds, self._named = np.zeros((2, pool.num_blocks), dtype=np.int32)
         self._uses = 0
 
     def __len__(self) -> int:
@@ -45,8 +46,8 @@ class PrefixStore:
         """Makes an entry of blocks whose hold passes to the store; one with the same id is replaced."""
         self.drop(held.prefix_id)
         self._uses += 1
-        self._holds[blocks.ravel()] += 1
-        self._entries[held.prefix_id] = Entry(held, blocks, 0, self._uses)
+        self._entries[held.prefix_id] = entry = Entry(held, blocks, 0, self._uses)
+        self._count(entry, 1)
 
     def find(self, prefix_id: bytes) -> Entry | None:
         """The entry, marked as used now."""
@@ -62,7 +63,7 @@ class PrefixStore:
         entry = self._entries.pop(prefix_id, None)
         if entry is None:
             return False
-        self._holds[entry.blocks.ravel()] -= 1
+        self._count(entry, -1)
         self._pool.release(entry.blocks)
         return True
 
@@ -71,6 +72,8 @@ class PrefixStore:
 
         Entries registered by name stay unless `with_registered`. Returns the ids dropped.
         """
+        if self._pool.num_free >= num_wanted:
+            return []
         victims = [e for e in self._entries.values() if with_registered or not e.is_registered]
         victims.sort(key=lambda e: (e.is_registered, e.hits > 0, e.used_at))
         dropped = []
@@ -83,9 +86,12 @@ class PrefixStore:
 
     def num_evictable_blocks(self) -> int:
         """Blocks that would be free without the entries that `evict` may drop first."""
-        registered = np.zeros_like(self._holds)
-        for entry in self._entries.values():
-            if entry.is_registered:
-                registered[entry.blocks.ravel()] += 1
-        only_here = (self._holds > 0) & (self._holds == self._pool.refs) & (registered == 0)
-        return int(only_here.sum())
+        if not self._entries:
+            return 0
+        only_here = (self._holds > 0) & (self._holds == self._pool.refs) & (self._named == 0)
+        return int(np.count_nonzero(only_here))
+
+    def _count(self, entry: Entry, change: int) -> None:
+        """Blocks of an entry (each once) get one hold more, or less."""
+        for counts in (self._holds, self._named)[: 1 + entry.is_registered]:
+            counts[entry.blocks.ravel()] += change
