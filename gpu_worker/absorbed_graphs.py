@@ -219,7 +219,7 @@ class AbsorbedRunner:
         self._launch(
             "begin", stream, self.tokens.data_ptr(), w.address("embed"), w.address("pos"), x, squares,
             self.positions.data_ptr(), self.row_info.data_ptr(), self.tables.data_ptr(),
-            self.slots.data_ptr(), 0, 0, w.address("0.norm1"), normed, 0, 0, 0, spec.loops, spec.loops,
+            self.slots.data_ptr(), 0, 0, w.address("0.norm1"), normed, 0, 0, 0, 0, 0, spec.loops, spec.loops,
             self._max_blocks, 1.0,
         )  # fmt: skip
         for loop in range(spec.loops):

@@ -190,14 +190,13 @@ class FusedGraphs(DecodeGraphs):
     def _begin(
         self, part: Bucket, x: Tensor, num_passes: int, gain: str, *, is_from_state: bool = True, depths: Tensor | None = None
     ) -> None:  # fmt: skip
-        packed = self._packed
-        if part.core is not None:
-            part.core.forget()
+        packed, told = self._packed, part.core.forgotten if part.core is not None else None
         launch(
-            part.begin_passes if is_from_state else part.begin_step, (part.rows, 1), self._by_name["tokens"],
+            part.begin_passes if is_from_state else part.begin_step,
+            step.begin_grid(part.rows, has_told=told is not None), self._by_name["tokens"],
             packed["embed"], packed.get("pos"), x, part.squares, self._by_name["positions"], self._row_info, self._written,
             part.slots, self._angles, self._rope, packed[gain], part.normed, depths, self._by_name["sources"], self.chosen,
-            num_passes, self._cache.num_tables, self._cache.max_blocks, self._embed_scale, is_overlapped=False,
+            told, told.numel() // 4 if told is not None else 0, num_passes, self._cache.num_tables, self._cache.max_blocks, self._embed_scale, is_overlapped=False,
         )  # fmt: skip
 
     def _head(self, part: Bucket) -> None:

@@ -369,6 +369,7 @@ class DecodeRunner:
             for name in ("qkv", "o", "down")
         )
         self.logits = torch.zeros(rows, spec.vocab, device=device)
+        self.told = 0, 0  # what `begin` makes forget
         self.graph: torch.cuda.CUDAGraph | None = None
         self.variants, self.grids = step_kernels(spec, rows, instead)
 
@@ -386,7 +387,7 @@ class DecodeRunner:
             "begin", stream, self.tokens.data_ptr(), w.address("embed"), 0, self.x.data_ptr(),
             self.squares.data_ptr(), self.positions.data_ptr(), self.row_info.data_ptr(),
             own.data_ptr(), self.slots.data_ptr(), self.rope_table.data_ptr(), self.rope.data_ptr(),
-            w.address("0.norm1"), self.normed.data_ptr(), 0, 0, 0, spec.loops, spec.loops, self._max_blocks, 1.0,
+            w.address("0.norm1"), self.normed.data_ptr(), 0, 0, 0, *self.told, spec.loops, spec.loops, self._max_blocks, 1.0,
             is_first=True,
         )  # fmt: skip
 

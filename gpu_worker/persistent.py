@@ -23,6 +23,7 @@ from kernels.compiler import Variant
 from kernels.launch import Library
 from kernels.persistent_shapes import CoreLaunch, CoreShape, results_size, share_words
 from kernels.persistent_shares import share_tiles
+from kernels.step import begin_grid
 
 MAX_ROWS = 8
 PROVEN_ROWS = 8  # up to so many it had the right bits in hundreds of replays on an H200 (`scripts/gpu_check.py --only core`)
@@ -121,11 +122,9 @@ class PersistentCore:
         self.told, self.results = self._memory[:told_words], self._memory[told_words:]
         self.normed = self.told[at["normed"] // 4 :][: at["squares"] // 4].view(torch.half)
         squares = self.told[at["squares"] // 4 :][: rows * spec.d_model // 16]
+        # All but what the kernel in front writes: where, and how often 16 bytes.
+        self.forgotten = self._memory[at["q"] // 4 :]
         self.squares = squares.view(torch.float32).view(rows, -1)
-
-    def forget(self) -> None:
-        """Before each step: nothing has been told."""
-        self._memory.fill_(-1)
 
 
 class PersistentRunner(DecodeRunner):
@@ -148,16 +147,12 @@ class PersistentRunner(DecodeRunner):
         )
         self.variants["core"], self.grids["core"] = self.core.variant, self.core.grid
         self.normed, self.squares = self.core.normed, self.core.squares
+        self.told = self.core.forgotten.data_ptr(), self.core.forgotten.numel() // 4
+        self.grids["begin"] = begin_grid(rows, has_told=True)
 
     def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
         """Put one whole step on a raw stream; nothing but `core` can be skipped."""
         spec, core = self.spec, self.core
-        if self.x.is_cuda and stream != torch.cuda.current_stream().cuda_stream:
-            other = torch.cuda.ExternalStream(stream)
-            with torch.cuda.stream(other):
-                core.forget()
-        else:
-            core.forget()
         self.launch_begin(stream)
         if "core" in skip:
             return

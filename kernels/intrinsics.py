@@ -62,6 +62,11 @@ def grid_x() -> int:
     return emulator.current().block.grid[0]
 
 
+@op("r", "", "mov.u32 $0, %nctaid.y;")
+def grid_y() -> int:
+    return emulator.current().block.grid[1]
+
+
 @op("r", "", "mov.u32 $0, %cluster_ctarank;")
 def cluster_rank() -> int:
     return emulator.current().block.rank

@@ -51,7 +51,7 @@ def launch_config(variant: Variant, grid: tuple[int, int], *, is_overlapped: boo
         values.append(
             (_COOPERATIVE, (1,))
         )  # all blocks at a time or none, whoever else uses the device
-    elif is_overlapped:
+    if is_overlapped:
         values.append((_PROGRAMMATIC_SERIALIZATION, (1,)))
     attributes = (LaunchAttribute * max(1, len(values)))()
     for attribute, (kind, numbers) in zip(attributes, values, strict=False):

@@ -1,6 +1,6 @@
 """The ends of a decode step: look up embeddings and places at its start, and let rows leave at their own depth.
 
-One block a row. What later kernels read about a row (its slot in each loop, its rotary angles) is gathered here
+One block a row, and more that make memory forget what the step before has told. What later kernels read about a row (its slot in each loop, its rotary angles) is gathered here
 once, so that they find it by one load.
 """
 
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.compiler import Variant
-from kernels.device_code import traced
+from kernels.device_code import device_function, traced
 from kernels.fragments import ProductShape, pack_prescaled, packed_place
 from kernels.intrinsics import (
     block_x,
+    block_y,
     fence_device,
     fma,
     grid_dependency_launch,
     grid_dependency_wait,
     grid_x,
+    grid_y,
     less,
     load_32_if,
     load_f32x2,
@@ -26,6 +28,7 @@ from kernels.intrinsics import (
     load_i32,
     store_32,
     store_32_if,
+    store_128_if,
     store_f32_if,
     store_f32x2,
     store_f32x2_if,
@@ -36,6 +39,7 @@ from kernels.intrinsics import (
 )
 
 _THREADS = 256
+_FORGETTING = 128  # blocks, about
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,14 @@ class StepShape:
     has_learned_positions: bool = False
     is_from_state: bool = False
 
+    @property
+    def threads(self) -> int:
+        """One for each two numbers of a row, at most 1,024."""
+        return min(1024, -(-self.d_model // 64) * 32)
+
 
 def _make_begin(shape: StepShape) -> Any:
-    d, angles = shape.d_model, shape.angles
+    d, angles, threads = shape.d_model, shape.angles, shape.threads
     pairs = d // 2
 
     @traced()
@@ -85,14 +94,12 @@ def _make_begin(shape: StepShape) -> Any:
             squares + (row * (d // 16) + (pair >> 3)) * 4, total, is_real & less(pair & 7, 1)
         )
 
-    def kernel(
+    @device_function
+    def begin(
         tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,
         blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any, depths: Any, sources: Any, chosen: Any,
-        num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any,
+        num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any, row: Any, thread: Any,
     ) -> None:  # fmt: skip
-        row, thread = block_x(), thread_id()
-        grid_dependency_launch()
-        grid_dependency_wait()
         position = load_i32(positions + row * 4)
         before = load_i32(row_info + row * 8 + 4)
         is_row = position >= 0
@@ -106,13 +113,13 @@ def _make_begin(shape: StepShape) -> Any:
                 token = load_i32(chosen + source * 4)
         safe = position if is_row else 0
         # The whole warp goes round together: `embed` adds over lanes.
-        for first in range(0, pairs, _THREADS):
+        for first in range(0, pairs, threads):
             pair = first + thread
             embed(
                 embeddings, learned, x, squares, gain, packed, token, safe, row,
                 pair if pair < pairs else 0, less(pair, pairs), scale,
             )  # fmt: skip
-        for loop in range(thread, num_loops, _THREADS):
+        for loop in range(thread, num_loops, threads):
             slot = -1
             if is_row and loop < last:
                 table = (row * max_loops + before + loop) * blocks_a_loop
@@ -120,11 +127,34 @@ def _make_begin(shape: StepShape) -> Any:
                     table += position >> 6
                 slot = load_i32(blocks + table * 4) * 64 + (position & 63)
             store_32(slots + (loop * grid_x() + row) * 4, slot)
-        for angle in range(thread, angles, _THREADS):
+        for angle in range(thread, angles, threads):
             cos, sin = load_f32x2(rope_table + (wide(safe) * angles + angle) * 8)
             store_f32x2(rope + (row * angles + angle) * 8, cos, sin)
 
+    def kernel(
+        tokens: Any, embeddings: Any, learned: Any, x: Any, squares: Any, positions: Any, row_info: Any,
+        blocks: Any, slots: Any, rope_table: Any, rope: Any, gain: Any, packed: Any, depths: Any, sources: Any, chosen: Any,
+        told: Any, num_told: Any, num_loops: Any, max_loops: Any, blocks_a_loop: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        row, thread = block_x(), thread_id()
+        grid_dependency_launch()
+        grid_dependency_wait()
+        if block_y() == 0:
+            begin(
+                tokens, embeddings, learned, x, squares, positions, row_info, blocks, slots, rope_table, rope, gain, packed,
+                depths, sources, chosen, num_loops, max_loops, blocks_a_loop, scale, row, thread,
+            )  # fmt: skip
+        else:
+            first = ((block_y() - 1) * grid_x() + row) * threads + thread
+            for at in range(first, num_told, (grid_y() - 1) * grid_x() * threads):
+                store_128_if(told + at * 16, -1, -1, -1, -1, 1)
+
     return kernel
+
+
+def begin_grid(rows: int, *, has_told: bool) -> tuple[int, int]:
+    """The grid of `begin_step`."""
+    return rows, 1 + has_told * -(-_FORGETTING // rows)
 
 
 def begin_step(shape: StepShape) -> Variant:
@@ -137,13 +167,14 @@ def begin_step(shape: StepShape) -> Variant:
     (max_pos, angles, 2); rope float32 (rows, angles, 2), written; gain float32 (d,) of the norm that x meets first;
     packed fp16 x times gain in the order of `target`, written; depths int32 (rows,), after how many loops each row leaves, or
     absent: none does; sources int32 (rows,), absent or for rows with a source >= 0 where in `chosen` (int32) their token stands;
-    num_loops, max_loops, blocks_a_loop, scale.
+    told, memory in which blocks of one running kernel will tell each other numbers, and how often 16 bytes of it are set to NOTHING;
+    num_loops, max_loops, blocks_a_loop, scale. Grid: `begin_grid`.
     """
     return Variant(
         name="begin_passes" if shape.is_from_state else "begin_step",
         function=_make_begin(shape),
-        args="l" * 16 + "rrrf",
-        num_threads=_THREADS,
+        args="l" * 17 + "rrrrf",
+        num_threads=shape.threads,
         constants=(shape,),
     )
 

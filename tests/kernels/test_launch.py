@@ -53,7 +53,7 @@ def test_blocks_that_wait_for_each_other_run_all_or_none() -> None:
     """Else two processes' kernels could each hold a part of the device and wait for the rest for ever."""
     driver = pytest.importorskip("cuda.bindings.driver")
     variant = Variant("any", lambda: None, "l", 256, is_together=True)
-    config = launch_config(variant, (132, 1), is_overlapped=True)
+    config = launch_config(variant, (132, 1), is_overlapped=False)
     kinds = driver.CUlaunchAttributeID
     assert config.num_attributes == 1
     assert config.attributes[0].id == int(kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)

@@ -28,7 +28,7 @@ def test_a_row_has_places_up_to_its_depth() -> None:
         launch(
             begin, (ROWS, 1), ints(*[0] * ROWS), None, None, x, torch.zeros(ROWS, D // 16), positions,
             torch.zeros(ROWS, 2, dtype=torch.int32), tables, slots, None, None, torch.ones(D), packed, given, None,
-            None, LOOPS, LOOPS, BLOCKS, 1.0,
+            None, None, 0, LOOPS, LOOPS, BLOCKS, 1.0,
         )  # fmt: skip
         for row, position in enumerate(positions.tolist()):
             last = LOOPS if given is None else int(given[row])
@@ -37,6 +37,21 @@ def test_a_row_has_places_up_to_its_depth() -> None:
                 block = int(tables[row, loop, position // 64])
                 expected = block * 64 + position % 64 if is_written else -1
                 assert int(slots[loop, row]) == expected, (row, loop)
+
+
+def test_what_the_step_before_has_told_is_forgotten() -> None:
+    """All of the memory that is given, by blocks beyond the rows' own, and nothing behind it."""
+    target = ProductShape(64, D, 2)
+    begin = step.begin_step(step.StepShape(D, 0, target, 1, is_from_state=True))
+    words = 4 * 40_000 + 12
+    told = torch.arange(words, dtype=torch.int32)
+    packed = torch.zeros(packed_size(1, target, 1), dtype=torch.half)
+    launch(
+        begin, step.begin_grid(1, has_told=True), ints(0), None, None, torch.ones(1, D), torch.zeros(1, D // 16), ints(3),
+        torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, LOOPS, BLOCKS, dtype=torch.int32), torch.zeros(LOOPS, 1, dtype=torch.int32),
+        None, None, torch.ones(D), packed, None, None, None, told, words // 4 - 3, LOOPS, LOOPS, BLOCKS, 1.0,
+    )  # fmt: skip
+    assert (told[:-12] == -1).all() and torch.equal(told[-12:], torch.arange(words - 12, words))
 
 
 def test_rows_leave_with_their_states() -> None:
