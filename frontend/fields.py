@@ -86,7 +86,8 @@ class Fields:
         if type(value) is not int:
             raise self.wrong(name, f"must be an integer, not {_kind(value)}")
         if not low <= value <= high:
-            raise self.wrong(name, f"must be from {low} to {high}, not {_shown(value)}")
+            allowed = f"from {low} to {high}" if low < high else str(low)
+            raise self.wrong(name, f"must be {allowed}, not {_shown(value)}")
         return value
 
     def optional_integer(self, name: str, low: int, high: int) -> int | None:

@@ -7,7 +7,7 @@ Each fault is one line: stable code, what is wrong, what to do about it. The wor
 from __future__ import annotations
 
 CODES = {
-    "TL001": "not a safetensors file",
+    "TL001": "cannot be read as a safetensors file",
     "TL002": "format not supported",
     "TL003": "configuration invalid",
     "TL004": "tensor missing",

@@ -173,7 +173,7 @@ class Settings:
     commit: str | None = _text("TINYLOOP_COMMIT", None, "text", "printable text",
         "Version string shown in `model_info.runtime.commit`.")
     build_dir: str = _text("TINYLOOP_BUILD_DIR", "./build", "path", "a directory",
-        "Where compiled kernels are cached; made for its owner alone.")
+        "Where the GPU's compiled kernels are kept (the CPU's lie beside their sources); made for its owner alone.")
     hf_home: str | None = _text("HF_HOME", None, "path", "a directory",
         "Tokenizer cache of the Hugging Face hub.", shown="Hugging Face's")
     host: str = _text("HOST", "0.0.0.0", "address", "an address of this machine",

@@ -114,17 +114,17 @@ class PrefixDesk:
         if not self._pool.is_on:
             return "pool_full", "the prefix pool is switched off", None
         if not command.name:
-            return "invalid_request", "name: required", None
+            return "invalid_request", "'name' is required", None
         tokens = Tokens(command.tokens[: floor_to_block(len(command.tokens))])
         loops = command.loops or limits.loops_default
         if not tokens:
-            return "invalid_request", f"prompt: at least {BLOCK_SIZE} tokens", None
+            return "invalid_request", f"'prompt' must have at least {BLOCK_SIZE} tokens", None
         try:
             check_limits(Params(loops=loops, max_tokens=0), [SequenceSpec(tokens, 0)], limits)
         except Refusal as ex:
             return "invalid_request", ex.message, None
         if loops < 1:
-            return "invalid_request", "loops: 1 or more", None
+            return "invalid_request", "'loops' must be 1 or more", None
         code, entry = self._pool.register(command.salt, command.name, tokens, loops, now)
         message = {
             "": "", "exists": "another prefix has this name", "pool_full": "every place in the prefix pool is taken",

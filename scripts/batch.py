@@ -43,6 +43,7 @@ from scheduler.messages import SequenceSpec, TokenEvent
 from scheduler.seeds import sequence_seed
 from scheduler.transport import TransportError
 
+SOON_S = 2.0  # an engine that is there has answered by then
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_ENGINE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
@@ -220,7 +221,11 @@ def run(args: argparse.Namespace, results: Results, errors: IO[str]) -> int:
         num_lines = sum(1 for line in lines if line.strip())
     bar = tqdm(total=num_lines, unit="req", smoothing=0.05, disable=None if args.progress else True)
     with bar, BlockingClient(Settings.from_env_or_exit(os.environ)) as client:
-        client.wait_ready(args.wait)
+        try:
+            client.wait_ready(min(args.wait, SOON_S))
+        except Rejection as ex:
+            _say(0, f"waits up to {args.wait:g} s for an engine ({ex})")
+            client.wait_ready(max(0.0, args.wait - SOON_S))
         assert client.card is not None
         model = ServedModel.from_card(client.card, ())
         batch = Batch(args.input, results, errors, model, args.priority, args.speculation, bar)

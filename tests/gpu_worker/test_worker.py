@@ -521,7 +521,7 @@ def test_process_with_a_faulty_artifact_beats_the_line(
     try:
         scheduler.receive_beat(lambda b: b.state == "loading", limit_s=30)
         beat = scheduler.receive_beat(lambda b: b.state == "failed", limit_s=30)
-        assert beat.reason.startswith("TL001 not a safetensors file")
+        assert beat.reason.startswith("TL001 cannot be read as a safetensors file")
         process.terminate()
         process.communicate(timeout=5)
         assert process.returncode == 0

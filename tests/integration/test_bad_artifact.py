@@ -22,7 +22,11 @@ def test_healthz_names_the_fault_until_the_file_is_put_right(
             seen.add(stack.health())
             time.sleep(0.05)
         ((status, text),) = seen
-        assert status == 503 and text.count("\n") <= 1 and "not a safetensors file" in text
+        assert (
+            status == 503
+            and text.count("\n") <= 1
+            and "cannot be read as a safetensors file" in text
+        )
         status, answer = stack.post("/generate", {"prompt": "x"})
         assert status == 503 and "TL001" in answer["error"]["message"]
         shutil.copyfile(toy_artifact, tmp_path / "new")
