@@ -42,6 +42,10 @@ class Model:
         for slot in self.loops:
             own = tables[slot][tables[slot] >= 0]
             assert len(set(own.tolist())) == own.size, "a block twice in one slot"
+        slots = sorted(self.loops)
+        reach = [70 * (i + 1) for i in range(len(slots))]
+        each = [self.cache.num_missing(s, n) for s, n in zip(slots, reach, strict=True)]
+        assert self.cache.num_missing_of_all(slots, reach) == sum(each)
 
     def apply(self, op: str, which: int, positions: int) -> None:
         slots = sorted(self.loops)
