@@ -341,9 +341,10 @@ class Engine:
         draft_passes = speculative.draft(works, self.model, self.cache)
         batch = Batch(works)
         batch.run(self.model, self.cache)
-        self._result.num_rows = len(batch.rows)
-        self._result.core_passes = draft_passes + batch.core_passes
-        self._totals["core_passes"] += self._result.core_passes
+        core_passes = draft_passes + batch.core_passes
+        self._result.num_rows += len(batch.rows)
+        self._result.core_passes += core_passes
+        self._totals["core_passes"] += core_passes
         self._totals["exit_head_reads"] += batch.num_head_reads
         drawings = []
         for work, part in batch.parts():
@@ -365,7 +366,6 @@ class Engine:
         for work in works:
             sequence = work.sequence
             sequence.num_computed = work.end
-            sequence.core_loops += sequence.params.loops
             if work.end % BLOCK_SIZE == 0:
                 self.cache.settle(sequence.slot, work.end)
                 self.cache.fold(sequence.slot, work.end)
@@ -386,6 +386,7 @@ class Engine:
         for sequence, token in zip(flight.sequences, flight.wait(), strict=True):
             sequence.pending -= 1
             if id(sequence) in running:
+                sequence.core_loops += sequence.params.loops
                 self._append(sequence, token)
 
     @torch.inference_mode()

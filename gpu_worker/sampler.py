@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu_worker.rows import on_device
 from scheduler.messages import Params, TokenLogprob, Tokens
 
+LEAST_TEMPERATURE = 1e-6  # what is less means 0
 _MASK = (1 << 64) - 1
 
 
@@ -64,7 +65,8 @@ class Sampling:
     """How one sequence draws its tokens: its parameters in the kernel's form, its seed and its history."""
 
     def __init__(self, params: Params, seed: int, prompt: Sequence[int]) -> None:
-        self.temperature = params.temperature
+        # With less than that the likeliest token always wins, and logits divided by it might pass the largest float.
+        self.temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
         self.top_k, self.top_p, self.min_p = params.top_k, params.top_p, params.min_p
         self.num_logprobs = params.logprobs
         self.seed_key = _mix(seed & _MASK)

@@ -1,4 +1,4 @@
-"""Decode rows in buckets and plain steps one ahead of the host give the tokens of the engine that runs step by step.
+"""Decode rows in buckets and plain steps ahead of the host give the tokens of the engine that runs step by step.
 
 On the CPU the stretches that a GPU captures in graphs are called one by one: same buffers, same spare rows, same order of events.
 """
@@ -102,6 +102,35 @@ def test_fused_attention_is_told_of_alibi() -> None:
     for pos in ("alibi", "rope"):
         spec = spec_of(toy_config("pure", pos=pos), "fp16")
         assert spec.attention.has_alibi == (pos == "alibi") and spec.is_rotary == (pos == "rope")
+
+
+def test_books_hold_what_was_taken(shared: Path) -> None:
+    """Rows in flight for a sequence that had ended count for nobody; every pass counts once, also where steps of both kinds meet."""
+    for at in (1, 2, 5):
+        asks = [{"loops": 4, "max_tokens": 30}, {"loops": 3, "max_tokens": 20}]
+        loops = []
+        for is_graphed in (False, True):
+            engine = make_engine(
+                shared, "pre", is_graphed=is_graphed, max_waves=0, max_speculating=0
+            )
+            free = collect(engine, runs_of(asks))[0].tokens
+            stopped = runs_of([asks[0] | {"stop_token_ids": (free[at],)}, asks[1]])
+            told = engine.series()["core_passes_total"]
+            passes = 0
+            step = engine.step
+
+            def counted(step: Any = step) -> Any:
+                nonlocal passes
+                result = step()
+                passes += result.core_passes
+                return result
+
+            engine.step = counted  # type: ignore[method-assign]
+            late = make_run(9, [7] * 40, loops=2, max_tokens=6)
+            got = collect(engine, stopped, arrivals=[(3, late)])
+            assert passes == engine.series()["core_passes_total"] - told
+            loops.append({i: g.core_loops for i, g in got.items()})
+        assert loops[0] == loops[1]
 
 
 def test_a_stop_token_and_a_tight_pool(shared: Path) -> None:

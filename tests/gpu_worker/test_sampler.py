@@ -144,3 +144,12 @@ def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
     shifted = sum(drawn(s, s + 1) == drawn(s + 1, s) for s in range(n)) / n
     for share in (same_position, same_seed, shifted):
         assert abs(share - 1 / VOCAB) < 0.016  # four standard deviations
+
+
+def test_a_temperature_too_small_to_divide_by_means_none() -> None:
+    """Divided by it, logits would pass the largest float, and no token would win."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5)) * 20
+    for temperature in (1e-45, 1e-38, 1e-7, 1e-6):
+        for more in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+            draw = Draw(sampling([9], seed=3, temperature=temperature, **more), 4, 0)
+            assert choose(cpu, logits, [draw]) == [int(logits.argmax())]
