@@ -19,8 +19,13 @@ from kernels.attention import AttentionLaunch, AttentionShape
 from kernels.compiler import Variant
 from kernels.fragments import ProductShape
 from kernels.launch import Library
-from kernels.linear import CLUSTERS, HeadShape, Launch
-from kernels.linear_wide_parts import SHARED_BLOCK_BYTES, WideLaunch
+from kernels.linear_shapes import (
+    CLUSTERS,
+    SHARED_BLOCK_BYTES,
+    HeadShape,
+    Launch,
+    WideLaunch,
+)
 
 _SHARE_BYTES = 109 * 1024  # of those, weights
 _SM_BYTES = 227 * 1024  # the most that one block can have

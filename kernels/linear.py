@@ -13,8 +13,7 @@ joins the finished sums. `fragments.py` gives the order of the weights and of x.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from kernels.compiler import Variant
 from kernels.device_code import device_function
@@ -43,7 +42,6 @@ from kernels.intrinsics import (
     wide,
 )
 from kernels.linear_parts import (
-    BARS,
     make_collect,
     make_gated,
     make_multiply,
@@ -55,88 +53,13 @@ from kernels.linear_parts import (
     make_store,
     scale_pair,
 )
+from kernels.linear_shapes import BARS, SHARED_BLOCK_BYTES, HeadShape, Launch, WideLaunch
 from kernels.linear_wide import make_wide_kernel
-from kernels.linear_wide_parts import SHARED_BLOCK_BYTES, WideLaunch
 from kernels.polling import bulk_copy_once
 from kernels.reads import ends_of_sums, make_zero_once, never_of
 
 # How the lanes that hold a tile's 8 pairs differ, here and in the wide kernel.
 PAIR_MASKS, WIDE_PAIR_MASKS = (1, 2, 4), (4, 8, 16)
-CLUSTERS = 15  # clusters of 8 blocks that an H200 runs at a time with one block a multiprocessor
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch shape of a product of up to 8 rows.
-
-    `tiles` is what a cluster holds at a time, over `num_warps`: with one stage everything is in flight from the
-    start, else tiles come in rounds through a ring of `stages`. Fewer `max_rows` save room for the sums.
-    """
-
-    shape: ProductShape
-    tiles: int
-    num_warps: int
-    stages: int = 1
-    max_rows: int = 1
-    column_tiles: ClassVar[int] = 1
-    columns: ClassVar[int] = 8
-
-    @property
-    def clusters(self) -> int:
-        return -(-self.shape.num_tiles // self.tiles) if self.stages == 1 else CLUSTERS
-
-    @property
-    def rounds(self) -> int:
-        return -(-self.shape.num_tiles // (self.tiles * self.clusters))
-
-    @property
-    def warp_tiles(self) -> int:
-        """Tiles of one warp (of one sub slice)."""
-        return self.tiles * self.shape.sub_slices // self.num_warps
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.stages * self.tiles * self.shape.tile_bytes
-
-    @property
-    def x_bytes(self) -> int:
-        return self.shape.k_slice * self.columns * 2
-
-    @property
-    def push_slots(self) -> int:
-        """Pairs of 8 that one source sends to one owner."""
-        return -(-self.tiles * self.max_rows // RANKS)
-
-    @property
-    def partial_bytes(self) -> int:
-        buffers = 2 if self.rounds > 1 else 1
-        return buffers * RANKS * self.shape.sub_slices * self.push_slots * 64
-
-    @property
-    def scales_at(self) -> int:
-        """Where each warp keeps what its rows' sums are multiplied by."""
-        return self.weight_bytes + self.x_bytes + self.partial_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        scale_bytes = 4 * self.columns * self.num_warps
-        return self.scales_at + scale_bytes + 8 * self.num_warps * self.stages + BARS
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """What the fused QKV product needs to know of the model and the cache."""
-
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    is_rotary: bool
-    is_half_pairing: bool
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one block of one layer and kv head: K, then V."""
-        return 64 * self.head_dim * 4
 
 
 def _check(launch: Launch) -> None:

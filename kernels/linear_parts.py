@@ -5,7 +5,7 @@ Straight-line device code; `linear.py` puts it together and says what it is for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.device_code import device_function, traced
 from kernels.fragments import (
@@ -58,13 +58,7 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
-
-if TYPE_CHECKING:
-    from kernels.linear import HeadShape, Launch
-
-GROUP = 4  # chains whose sum is finished before other groups' sums join it
-BARS = 40  # bytes of memory barriers: x has come, sums have come (2 buffers), buffers are free (2)
-
+from kernels.linear_shapes import BARS, GROUP, HeadShape, Launch
 
 # --- pieces shared by all products -----------------------------------------------------------------
 

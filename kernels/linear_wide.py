@@ -41,9 +41,9 @@ from kernels.intrinsics import (
     thread_id,
     wide,
 )
-from kernels.linear_parts import GROUP, make_scales
+from kernels.linear_parts import make_scales
+from kernels.linear_shapes import GROUP, WideLaunch
 from kernels.linear_wide_parts import (
-    WideLaunch,
     check,
     make_add,
     make_ends,

@@ -5,11 +5,9 @@ Straight-line device code but for the launch shape; `linear_wide.py` puts it tog
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kernels.device_code import traced
-from kernels.fragments import RANKS, ProductShape, is_for_warpgroups
 from kernels.intrinsics import (
     less,
     load_shared_128,
@@ -23,114 +21,9 @@ from kernels.intrinsics import (
     select_int,
     store_async_f32x4,
 )
-from kernels.linear_parts import GROUP, scale_pair
+from kernels.linear_parts import scale_pair
+from kernels.linear_shapes import WideLaunch
 from kernels.warpgroup import descriptor, make_added_product
-
-SHARED_BLOCK_BYTES = 113 * 1024  # of shared memory: two blocks fit a multiprocessor
-
-
-@dataclass(frozen=True)
-class WideLaunch:
-    """One launch shape of a product of many rows.
-
-    A block has `tiles` tiles of 16 outputs at a time and all 8 x `column_tiles` rows, over `warps` x `column_warps`
-    multiplying warps. The ring has `stages` places of `steps` x 16 columns of K. `is_x_kept`: the block's whole part of x
-    stays in shared memory (for clusters that take turns, `max_clusters` of them); else x comes through the ring too.
-    """
-
-    shape: ProductShape
-    tiles: int
-    warps: int
-    column_warps: int
-    column_tiles: int
-    stages: int
-    steps: int
-    is_x_kept: bool = False
-    max_clusters: int = 1 << 20
-
-    @property
-    def parts(self) -> int:
-        """Pieces of K, one a block."""
-        return RANKS * self.shape.sub_slices // GROUP
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles that hold outputs."""
-        return -(-self.shape.n // 16)
-
-    @property
-    def clusters(self) -> int:
-        return min(self.max_clusters, -(-self.num_tiles // self.tiles))
-
-    @property
-    def rounds(self) -> int:
-        return -(-self.num_tiles // (self.tiles * self.clusters))
-
-    @property
-    def columns(self) -> int:
-        return 8 * self.column_tiles
-
-    @property
-    def num_warps(self) -> int:
-        """Multiplying warps."""
-        return self.warps * self.column_warps
-
-    @property
-    def is_by_warpgroups(self) -> bool:
-        return is_for_warpgroups(self.column_tiles)
-
-    @property
-    def warp_tiles(self) -> int:
-        return self.tiles // self.warps
-
-    @property
-    def warp_columns(self) -> int:
-        """Column tiles of a warp."""
-        return self.column_tiles // self.column_warps
-
-    @property
-    def owned(self) -> int:
-        """Products of a tile and a column tile that a warp finishes."""
-        return self.warp_tiles * self.warp_columns // self.parts
-
-    @property
-    def block_steps(self) -> int:
-        """Ring places that a block's part of K takes."""
-        return GROUP * self.shape.k_steps // self.steps
-
-    @property
-    def x_stages(self) -> int:
-        return self.block_steps if self.is_x_kept else self.stages
-
-    @property
-    def weight_stage_bytes(self) -> int:
-        return self.tiles * self.steps * 512
-
-    @property
-    def x_stage_bytes(self) -> int:
-        return self.column_tiles * self.steps * 256
-
-    @property
-    def sums_bytes(self) -> int:
-        """What one block receives of one round."""
-        return (self.parts - 1) * self.num_warps * self.owned * 512
-
-    @property
-    def sums_at(self) -> int:
-        return self.stages * self.weight_stage_bytes + self.x_stages * self.x_stage_bytes
-
-    @property
-    def scales_at(self) -> int:
-        return self.sums_at + min(2, self.rounds) * self.sums_bytes
-
-    @property
-    def bars_at(self) -> int:
-        return self.scales_at + 4 * self.columns
-
-    @property
-    def shared_bytes(self) -> int:
-        """Barriers: a weight and an `emptied` one a stage, one an x stage, four a warp, one of the factors."""
-        return self.bars_at + 8 * (2 * self.stages + self.x_stages + 4 * self.num_warps + 1)
 
 
 def check(launch: WideLaunch) -> None:

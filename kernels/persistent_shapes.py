@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kernels.attention import AttentionShape
 from kernels.attention_shapes import STREAMS
 from kernels.fragments import ProductShape, packed_size
-from kernels.linear import HeadShape
+from kernels.linear_shapes import HeadShape
 from kernels.persistent_parts import (
     num_chains,
     pitch_of,

@@ -7,7 +7,7 @@ import pytest
 from gpu_worker import graphs
 from kernels import linear
 from kernels.fragments import ProductShape
-from kernels.linear_wide_parts import WideLaunch
+from kernels.linear_shapes import WideLaunch
 
 MOST_BYTES = 227 * 1024
 

@@ -10,8 +10,7 @@ import torch
 from kernels import emulator, fragments, linear
 from kernels.compiler import Variant
 from kernels.fragments import ProductShape
-from kernels.linear import HeadShape, Launch
-from kernels.linear_wide_parts import WideLaunch
+from kernels.linear_shapes import HeadShape, Launch, WideLaunch
 
 _TARGET = ProductShape(16, 32, 1)
 

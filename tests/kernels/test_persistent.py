@@ -13,7 +13,7 @@ from gpu_worker.persistent import PersistentRunner, core_launch
 from kernels import emulator
 from kernels.compiler import Variant
 from kernels.launch import Library
-from kernels.linear import Launch
+from kernels.linear_shapes import Launch
 from kernels.persistent_shapes import PRODUCTS
 from kernels.persistent_shares import seats, share_tiles
 
