@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import emulator, fragments, linear
+from kernels import emulator, fragments, linear, linear_shapes
 from kernels.compiler import Variant
 from kernels.fragments import ProductShape
 from kernels.linear_shapes import HeadShape, Launch, WideLaunch
@@ -94,7 +94,7 @@ def test_store_matches_pytorch(rows: int, launch: Launch) -> None:
 
 def test_rounds_go_through_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear, "CLUSTERS", 1)
+    monkeypatch.setattr(linear_shapes, "CLUSTERS", 1)
     launch = Launch(ProductShape(16 * 5 - 4, 256, 1), 1, 1, 2, 2)
     n, k, rows = launch.shape.n, launch.shape.k, 2
     assert launch.rounds == 5
