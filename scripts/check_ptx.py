@@ -1,6 +1,6 @@
 """Compiles every kernel for sm_90 and assembles it; needs no GPU and no driver.
 
-    python scripts/check_ptx.py [--build-dir build/ptx] [--only NAME]
+    python scripts/check_ptx.py [--build-dir build/ptx] [--only NAME] [--once]
 
 Prints registers, shared memory and spills of each kernel; a spill, a call left in the PTX, double-precision
 arithmetic, static shared memory or a place in shared memory that is given back before what was read of it has come
@@ -79,6 +79,16 @@ def jobs_of(*, with_others: bool, row_counts: Sequence[int] = (1, 8, 16, 32, 64)
                     if key not in seen:
                         seen.add(key)
                         yield job
+
+
+def once_each(jobs: Sequence[Job]) -> list[Job]:
+    """The first job of each kernel: of the same source in the same role."""
+    first: dict[tuple[str, str, str], Job] = {}
+    for job in jobs:
+        function = variant_of(job).function
+        role = job[0] if job[0] in MODULES else job[2]
+        first.setdefault((role, function.__module__, function.__qualname__), job)
+    return list(first.values())
 
 
 def missing() -> str | None:
@@ -165,6 +175,9 @@ def main() -> int:
     parser.add_argument(
         "--others", action="store_true", help="also launch shapes that are only tried"
     )
+    parser.add_argument(
+        "--once", action="store_true", help="each kernel once, not for all models and row buckets"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     ptxas, nvdisasm, lacking = find_tool("ptxas"), find_tool("nvdisasm"), missing()
@@ -179,12 +192,15 @@ def main() -> int:
         for job in jobs_of(with_others=options.others, row_counts=row_counts)
         if options.only in ("", job[0], job[2])
     ]
+    if options.once:
+        jobs = once_each(jobs)
     print(
         f"{'model':<10} {'kernel':<28} {'thr':>4} {'cl':>2} {'regs':>4} {'shared':>7} {'spill':>4}"
     )
     faults: list[str] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        for line, wrong in pool.map(
+        over = map if options.jobs == 1 else pool.map
+        for line, wrong in over(
             check,
             jobs,
             [ptxas] * len(jobs),

@@ -33,12 +33,6 @@ def _check(*arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("kernel", ["begin", "o"])
-def test_kernels_assemble_for_hopper(kernel: str) -> None:
-    table = _check("--only", kernel, "--rows", "1")
-    assert "0 faults" in table and " 0 faults" in table
-
-
 @traced("r")
 def _at_once(values: Any, never: Any) -> Any:
     return never
