@@ -208,21 +208,37 @@ class FusedGraphs(DecodeGraphs):
     def _passes(
         self, part: Bucket, num_passes: int, last_gain: str, *, has_head: bool = False
     ) -> None:
-        core, by_name = part.core, self._by_name
-        if core is not None:
-            pool = self._paged.exact
-            assert pool is not None
-            launch(
-                core.variant, core.grid, core.shares, core.pointers[last_gain], core.told, self.states, pool,
-                pool.stride(0), part.slots, self._rope, self._block_tables, by_name["positions"], self._row_info,
-                by_name["windows"], core.results, self.logits if has_head else None, part.rows,
-                num_passes * self._spec.layers, self._cache.num_tables, self._cache.max_blocks, self._spec.norm_eps,
-            )  # fmt: skip
+        if part.core is not None:
+            self._core_passes(part.core, part, num_passes, last_gain, has_head=has_head)
             return
         for loop in range(num_passes):
             self._pass(part, loop, last_gain if loop == num_passes - 1 else "0.norm1")
         if has_head:
             self._head(part)
+
+    def _core_passes(
+        self, core: PersistentCore, part: Bucket, num_passes: int, last_gain: str, *, has_head: bool
+    ) -> None:
+        """`_passes` in one kernel, and a second for what they complete in the cache."""
+        paged, spec, positions = self._paged, self._spec, self._by_name["positions"]
+        sinks = paged.sinks
+        pools = (
+            (paged.exact, paged.exact.stride(0)), (paged.stored, paged.stored.stride(0)),
+            (sinks, 0 if sinks is None else sinks.stride(0), None if sinks is None else paged.sink_of),
+        )  # fmt: skip
+        exact, stored, first_keys = pools
+        sizes = self._cache.num_tables, self._cache.max_blocks
+        launch(
+            core.variant, core.grid, core.shares, core.pointers[last_gain], core.told, self.states, *exact, self._written,
+            *stored, self._block_tables, *first_keys, part.slots, self._rope, positions, self._row_info,
+            self._by_name["windows"], core.results, self.logits if has_head else None, part.rows,
+            num_passes * spec.layers, *sizes, spec.norm_eps,
+        )  # fmt: skip
+        if core.commit is not None:
+            launch(
+                core.commit, (part.rows, num_passes * spec.layers), *exact, *stored, *first_keys, self._block_tables,
+                self._written, positions, self._row_info, spec.layers, *sizes,
+            )  # fmt: skip
 
     def _pass(self, part: Bucket, loop: int, last_gain: str) -> None:
         """One pass; what it leaves is for the reader with the gain `last_gain`."""
@@ -313,6 +329,8 @@ def kernels_of(spec: DecodeSpec, rows: int, num_blocks: int) -> dict[str, Varian
     variants = step_kernels(spec, rows)[0]
     if persistent.is_built(spec, rows, num_blocks):
         variants["core"] = persistent.core_variant(spec, rows)
+        if spec.kv_format == "int4":
+            variants["commit"] = persistent.commit_variant(spec)
     return variants
 
 

@@ -20,6 +20,7 @@ from gpu_worker.graphs import (
 )
 from kernels import persistent
 from kernels.compiler import Variant
+from kernels.fragment_commit import commit_passes
 from kernels.launch import Library
 from kernels.persistent_shapes import CoreLaunch, CoreShape, results_size, share_words
 from kernels.persistent_shares import share_tiles
@@ -39,15 +40,22 @@ def core_launch(spec: DecodeSpec, rows: int, **options: Any) -> CoreLaunch:
     )  # fmt: skip
     # measured: what makes one row faster makes eight slower, and the other way round
     if rows == 1:
-        team = 1 if spec.head_dim % 128 else 2
+        team = 1 if spec.head_dim % 128 or spec.kv_format == "int4" else 2
         options = {"most_tiles": 4, "team": team, "has_prefetch": True} | options
     else:
-        options = {"most_tiles": 2, "urgent": 3} | options
+        # one stream a warp: more work until the first is done, less in all
+        at_once = 4 if spec.kv_format == "int4" else 1
+        options = {"most_tiles": 2, "urgent": 3, "at_once": at_once} | options
     return CoreLaunch(shape, 1 if rows == 1 else MAX_ROWS, **options)
 
 
 def core_variant(spec: DecodeSpec, rows: int) -> Variant:
     return persistent.core_step(core_launch(spec, rows))
+
+
+def commit_variant(spec: DecodeSpec) -> Variant:
+    """What makes the stored form of the blocks that a launch of the core completes; int4 alone."""
+    return commit_passes(spec.head_dim, spec.n_kv_heads)
 
 
 def num_blocks(device: torch.device) -> int:
@@ -83,6 +91,7 @@ class PersistentCore:
 
     Attributes:
         normed, squares: what the kernel in front writes for the first layer.
+        commit: the kernel to launch behind it, None with an fp16 cache.
     """
 
     def __init__(
@@ -98,6 +107,7 @@ class PersistentCore:
         launch = core_launch(spec, rows, **options)
         self.spec, self.rows, self.max_loops = spec, rows, max_loops
         self.variant: Variant = persistent.core_step(launch)
+        self.commit = commit_variant(spec) if spec.kv_format == "int4" else None
         self.grid = (num_blocks, 1)
         shape = launch.shape
 
@@ -128,7 +138,7 @@ class PersistentCore:
 
 
 class PersistentRunner(DecodeRunner):
-    """A `DecodeRunner` whose steps are two kernels."""
+    """A `DecodeRunner` whose steps are two kernels, three with int4."""
 
     def __init__(
         self,
@@ -149,17 +159,31 @@ class PersistentRunner(DecodeRunner):
         self.normed, self.squares = self.core.normed, self.core.squares
         self.told = self.core.forgotten.data_ptr(), self.core.forgotten.numel() // 4
         self.grids["begin"] = begin_grid(rows, has_told=True)
+        if self.core.commit is not None:
+            self.variants["commit"] = self.core.commit
+            self.grids["commit"] = (rows, spec.loops * spec.layers)
 
     def launch_step(self, stream: int, skip: Collection[str] = ()) -> None:
-        """Put one whole step on a raw stream; nothing but `core` can be skipped."""
+        """Put one whole step on a raw stream; `core` and what follows, or `commit`, can be skipped."""
         spec, core = self.spec, self.core
         self.launch_begin(stream)
         if "core" in skip:
             return
+        cache = self.cache
+        exact = cache.exact.data_ptr(), spec.exact_block_bytes
+        stored = cache.stored.data_ptr(), spec.stored_block_bytes
+        sinks = cache.sinks.data_ptr(), cache.sinks.stride(0), cache.sink_of.data_ptr()
+        tables, positions = self.tables.data_ptr(), self.positions.data_ptr()
+        own_tables = tables if core.commit is None else self.exact_blocks.data_ptr()
         self._launch(
             "core", stream, core.shares.data_ptr(), core.pointers["norm"].data_ptr(), core.told.data_ptr(),
-            self.x.data_ptr(), self.cache.exact.data_ptr(), spec.exact_block_bytes, self.slots.data_ptr(),
-            self.rope.data_ptr(), self.tables.data_ptr(), self.positions.data_ptr(), self.row_info.data_ptr(), 0,
+            self.x.data_ptr(), *exact, own_tables, *stored, tables, *sinks, self.slots.data_ptr(),
+            self.rope.data_ptr(), positions, self.row_info.data_ptr(), 0,
             core.results.data_ptr(), self.logits.data_ptr(), self.rows,
             spec.loops * spec.layers, spec.loops, self._max_blocks, spec.norm_eps,
         )  # fmt: skip
+        if core.commit is not None and "commit" not in skip:
+            self._launch(
+                "commit", stream, *exact, *stored, *sinks, tables, own_tables, positions,
+                self.row_info.data_ptr(), spec.layers, spec.loops, self._max_blocks,
+            )  # fmt: skip

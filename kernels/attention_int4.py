@@ -15,6 +15,7 @@ from kernels.attention_int4_parts import (
     kept_tiles,
     make_head_slope,
     make_integer_query,
+    make_load_pairs,
     make_send_stored,
     make_stored_scores,
     make_stored_softmax,
@@ -28,7 +29,7 @@ from kernels.attention_parts import (
     make_merge,
     make_scores,
     make_send,
-    make_sink_step,
+    make_sinks,
     make_slopes,
     make_softmax,
     make_some_values,
@@ -91,12 +92,13 @@ def make_kernel(launch: AttentionLaunch) -> Any:
     stored_softmax, stored_softmax_masked = (
         make_stored_softmax(shape, masked) for masked in (False, True)
     )
-    send_stored = make_send_stored(launch)
+    send_stored, load_pairs = make_send_stored(launch), make_load_pairs(shape)
     load_query, load_slopes = make_load_query(shape, is_paged), make_slopes(shape)
     scores, softmax_masked = make_scores(shape), make_softmax(shape, True)
     values = [make_some_values(shape, part) for part in range(half)]
     values_0, values_1, values_2, values_3 = (values + values)[:4]
-    sink_step, correct, zeros = make_sink_step(shape), make_correct(shape), make_zeros(shape)
+    read_sinks, sink_step = make_sinks(shape, dim // 16)
+    correct, zeros = make_correct(shape), make_zeros(shape)
     send, merge, write = make_send(launch), make_merge(launch), make_write(launch)
     commit, copy_sink = make_commit(dim), make_sink_copy(dim)
 
@@ -243,8 +245,9 @@ def make_kernel(launch: AttentionLaunch) -> Any:
             here = seen_from(first_stream + s, low)
             while here < own:
                 chunk = arrived(used, ring, bars)
+                pairs = load_pairs(chunk + scales_at, lane)
                 shown = stored_scores(
-                    chunk + lane * 16, chunk + scales_at, query, query_unit, query_sum, lane
+                    chunk + lane * 16, pairs, query, query_unit, query_sum, lane
                 )
                 free = ring + read_scores(shown, never)
                 sync_warp()
@@ -254,12 +257,13 @@ def make_kernel(launch: AttentionLaunch) -> Any:
                     exact, stored, stored_block_bytes, free, bars, lane,
                 )  # fmt: skip
                 chunk = arrived(used, ring, bars)
+                pairs = load_pairs(chunk + scales_at, lane)
                 hidden = num_sinks if here == 0 and sink >= 0 else 0
                 if hidden > 0 or window < no_window:
                     step = stored_softmax_masked(
                         shown,
                         state,
-                        chunk + scales_at,
+                        pairs,
                         here * 64,
                         position,
                         window,
@@ -271,7 +275,7 @@ def make_kernel(launch: AttentionLaunch) -> Any:
                     step = stored_softmax(
                         shown,
                         state,
-                        chunk + scales_at,
+                        pairs,
                         here * 64,
                         position,
                         window,
@@ -297,7 +301,9 @@ def make_kernel(launch: AttentionLaunch) -> Any:
             exact_total = zeros()
             if sink >= 0:
                 mbarrier_wait(base + sinks_bar_at, 0)
-                seen = sink_step(base + sinks_at, fragments, position, own_slopes, lane)
+                values_at = base + sinks_at + 2 * num_sinks * dim
+                read = read_sinks(base + sinks_at, values_at, fragments, lane)
+                seen = sink_step(read, position, own_slopes, lane)
                 exact_state, exact_total = seen[0:4], seen[4:]
             if own >= 0:
                 tiles = ((position & 63) >> 4) + 1

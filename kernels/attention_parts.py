@@ -139,23 +139,34 @@ def make_softmax(shape: AttentionShape, is_masked: bool) -> Any:
     return softmax
 
 
-def make_sink_step(shape: AttentionShape) -> Any:
-    columns = range(shape.num_columns)
+def make_sinks(shape: AttentionShape, tiles: int) -> Any:
+    """Reading the exact sinks, then what they come to; `tiles`: how many times 16 dims of the values."""
+    columns, dim = range(shape.num_columns), shape.head_dim
 
-    @traced("f" * 4 + "f" * (shape.head_dim // 4))
-    def sink_step(sinks: Any, query: Any, position: Any, slopes: Any, lane: Any) -> Any:
-        """The (max, sum) x 2 and p.v of the sinks alone; their keys lie at `sinks` in rows, then their values by dim."""
-        g, t, dim = lane >> 2, lane & 3, shape.head_dim
+    @traced("f" * 4 + "r" * (2 * tiles))
+    def read_sinks(keys: Any, values: Any, query: Any, lane: Any) -> Any:
+        """q.k, and the values' fragments; the keys lie in rows, the values by dim."""
+        g, t = lane >> 2, lane & 3
         acc: Any = (0.0, 0.0, 0.0, 0.0)
         for part in range(dim // 32):
             # rows past the sinks repeat them: their products are not used
-            address = sinks + ((g & (NUM_SINKS - 1)) * dim + part * 32 + t * 8) * 2
+            address = keys + ((g & (NUM_SINKS - 1)) * dim + part * 32 + t * 8) * 2
             low_0, high_0, low_1, high_1 = load_shared_128(address)
             acc = mma(*acc, low_0, 0, high_0, 0, query[4 * part], query[4 * part + 1])
             acc = mma(*acc, low_1, 0, high_1, 0, query[4 * part + 2], query[4 * part + 3])
+        words: list[Any] = []
+        for tile in range(tiles):
+            at = values + ((16 * tile + g) * NUM_SINKS + 2 * (t & 1)) * 2
+            words += [load_shared_32(at + i * 16 * NUM_SINKS) for i in range(2)]
+        return (*acc, *words)
+
+    @traced("f" * 4 + "f" * (4 * tiles))
+    def sink_step(seen: Any, position: Any, slopes: Any, lane: Any) -> Any:
+        """The (max, sum) x 2 and p.v of the sinks alone."""
+        g = lane >> 2
         tops, sums = [int_to_f32(0) + NEVER] * 2, [int_to_f32(0)] * 2
         for c in columns:
-            score = acc[c]
+            score = seen[c]
             if shape.has_alibi:
                 score = fma(int_to_f32(g - position), slopes[c], score)
             score = select(score, int_to_f32(0) + NEVER, less(g, NUM_SINKS))
@@ -165,14 +176,13 @@ def make_sink_step(shape: AttentionShape) -> Any:
             tops[c], sums[c] = top, exp2(score - top)
         p = transpose_8x8(pack_half2(sums[0], sums[1]))
         out: list[Any] = []
-        for tile in range(dim // 16):
+        for tile in range(tiles):
             # p is 0 past the sinks
-            at = sinks + 2 * NUM_SINKS * dim + ((16 * tile + g) * NUM_SINKS + 2 * (t & 1)) * 2
-            low, high = (load_shared_32(at + i * 16 * NUM_SINKS) for i in range(2))
+            low, high = seen[4 + 2 * tile : 6 + 2 * tile]
             out += mma(0.0, 0.0, 0.0, 0.0, low, high, 0, 0, p, 0)
         return (*tops, *sums, *out)
 
-    return sink_step
+    return read_sinks, sink_step
 
 
 def make_values(shape: AttentionShape, part: int, steps: Sequence[int] = range(4)) -> Any:

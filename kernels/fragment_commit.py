@@ -30,6 +30,8 @@ from kernels.intrinsics import (
     load_i32,
     nearest_int,
     pack_half2,
+    quotient,
+    remainder,
     select,
     shuffle_xor_f32,
     smaller,
@@ -225,9 +227,31 @@ def make_sink_copy(dim: int) -> Any:
     return copy_sink
 
 
-def _make_rows(dim: int) -> Any:
+def _make_keep(dim: int) -> Any:
+    """The device function that does for a row's last place in one kv head what has to be done, if anything."""
     exact_bytes, stored_bytes, sink_bytes = 256 * dim, 64 * dim + 512, 16 * dim
     commit, copy_sink = make_commit(dim), make_sink_copy(dim)
+
+    @device_function
+    def keep(
+        exact: Any, stored: Any, sinks: Any, sinks_bytes: Any, sink_of: Any, place: Any, block: Any, head: Any, thread: Any
+    ) -> None:  # fmt: skip
+        """`exact` and `stored` are where the heads of the block begin."""
+        lane, warp = thread & 31, thread >> 5
+        source = exact + head * exact_bytes
+        if place & 63 == 63:
+            commit(source, stored + head * stored_bytes, warp, _WARPS, lane)
+        elif warp == 0:
+            sink = load_i32(sink_of + block * 4)
+            if sink >= 0:
+                target = sinks + wide(sink) * sinks_bytes + head * sink_bytes
+                copy_sink(source, target, place, lane)
+
+    return keep
+
+
+def _make_rows(dim: int) -> Any:
+    keep = _make_keep(dim)
 
     def kernel(
         exact: Any, exact_block_bytes: Any, stored: Any, stored_block_bytes: Any, sinks: Any, sinks_bytes: Any,
@@ -235,29 +259,18 @@ def _make_rows(dim: int) -> Any:
         num_tables: Any, max_blocks: Any,
     ) -> None:  # fmt: skip
         row, head = block_x(), block_y()
-        lane, warp = thread_id() & 31, thread_id() >> 5
         grid_dependency_launch()
         grid_dependency_wait()
         place = load_i32(places + row * 4)
-        is_last, is_sink = place >= 0 and place & 63 == 63, place >= 0 and place < NUM_SINKS
-        if is_last or is_sink:
+        if place >= 0 and (place & 63 == 63 or place < NUM_SINKS):
             table = load_i32(slots + row * 4) * num_tables + load_i32(row_tables + row * 4)
             at = wide(table * max_blocks + (place >> 6)) * 4
             block, copy = load_i32(block_tables + at), load_i32(exact_tables + at)
             if block >= 0 and copy >= 0:
-                source = exact + wide(copy) * exact_block_bytes + head * exact_bytes
-                if is_last:
-                    target = stored + wide(block) * stored_block_bytes + head * stored_bytes
-                    commit(source, target, warp, _WARPS, lane)
-                elif warp == 0:
-                    sink = load_i32(sink_of + block * 4)
-                    if sink >= 0:
-                        copy_sink(
-                            source,
-                            sinks + wide(sink) * sinks_bytes + head * sink_bytes,
-                            place,
-                            lane,
-                        )
+                keep(
+                    exact + wide(copy) * exact_block_bytes, stored + wide(block) * stored_block_bytes, sinks, sinks_bytes,
+                    sink_of, place, block, head, thread_id(),
+                )  # fmt: skip
 
     return kernel
 
@@ -276,6 +289,48 @@ def commit_rows(dim: int) -> Variant:
         args="llllllllllllrr",
         num_threads=32 * _WARPS,
         constants=(dim,),
+    )
+
+
+def _make_passes(dim: int, heads: int) -> Any:
+    keep = _make_keep(dim)
+
+    def kernel(
+        exact: Any, exact_block_bytes: Any, stored: Any, stored_block_bytes: Any, sinks: Any, sinks_bytes: Any,
+        sink_of: Any, tables: Any, own_tables: Any, positions: Any, row_info: Any, layers: Any, max_loops: Any, max_blocks: Any,
+    ) -> None:  # fmt: skip
+        row, loop, layer = block_x(), quotient(block_y(), layers), remainder(block_y(), layers)
+        grid_dependency_launch()
+        grid_dependency_wait()
+        place = load_i32(positions + row * 4)
+        if place >= 0 and (place & 63 == 63 or place < NUM_SINKS):
+            table = row * max_loops + load_i32(row_info + row * 8 + 4) + loop
+            at = wide(table * max_blocks + (place >> 6)) * 4
+            block, first = load_i32(tables + at), layer * heads
+            own = exact + wide(load_i32(own_tables + at)) * exact_block_bytes
+            target = stored + wide(block) * stored_block_bytes
+            for head in range(first, first + heads):
+                keep(
+                    own, target, sinks, sinks_bytes, sink_of, place, block, head, thread_id()
+                )  # fmt: skip
+
+    return kernel
+
+
+@cache
+def commit_passes(dim: int, heads: int) -> Variant:
+    """As `commit_rows`, for all layers of some passes.
+
+    Grid: (rows, passes * layers). Kernel arguments: exact pool, bytes of its blocks; the same of the stored pool and of the
+    sinks; sink_of int32 (num_blocks,); tables int32 (rows, max_loops, max_blocks) of the stored and of the exact blocks; positions
+    int32 (rows,), -1: no row; row_info int32 (rows, 2), [1] = the row's loop before these passes; layers, max_loops, max_blocks.
+    """
+    return Variant(
+        name=f"commit_passes_d{dim}",
+        function=_make_passes(dim, heads),
+        args="lllllllllllrrr",
+        num_threads=32 * _WARPS,
+        constants=(dim, heads),
     )
 
 
@@ -316,5 +371,5 @@ def commit_blocks(dim: int) -> Variant:
 
 def variants() -> dict[str, Variant]:
     """Representative kernels, to be compiled and assembled."""
-    kernels = (commit_rows(128), commit_rows(96), commit_blocks(256))
+    kernels = (commit_rows(128), commit_rows(96), commit_passes(128, 12), commit_blocks(256))
     return {kernel.name: kernel for kernel in kernels}

@@ -48,14 +48,18 @@ from kernels.polling import (
 from kernels.warpgroup import make_registers
 
 _PAIR_MASKS = (1, 2, 4)  # how the lanes that hold a tile's 8 pairs differ
-_ARGS = "l" * 14 + "rrrrf"
+_ARGS = "l" * 20 + "rrrrf"
 
 
 def _make_kernel(launch: CoreLaunch) -> Any:
     shape = launch.shape
     layers, warps, slots = shape.layers, launch.warps, launch.slots
     threads, bars_at = 32 * warps, launch.bars_at
-    layer_bytes = shape.attention.n_kv_heads * shape.attention.stored_head_bytes
+    heads = shape.attention.n_kv_heads
+    own_layer, stored_layer, sinks_layer = (
+        heads * size
+        for size in (shape.heads.head_bytes, shape.attention.stored_head_bytes, shape.attention.sink_bytes)
+    )  # fmt: skip
     pointer_bytes = POINTERS * 8
     d_model = shape.d_model
     feed_qkv, work_qkv = make_product(
@@ -88,8 +92,9 @@ def _make_kernel(launch: CoreLaunch) -> Any:
     take_registers = make_registers(104, is_more=True)
 
     def kernel(
-        shares: Any, pointers: Any, told: Any, x: Any, cache: Any, block_bytes: Any, slots_of_loops: Any,
-        rope: Any, tables: Any, positions: Any, row_info: Any, windows: Any, results: Any, logits: Any,
+        shares: Any, pointers: Any, told: Any, x: Any, cache: Any, block_bytes: Any, own_tables: Any, stored: Any,
+        stored_bytes: Any, tables: Any, sinks: Any, sinks_bytes: Any, sink_of: Any, slots_of_loops: Any, rope: Any,
+        positions: Any, row_info: Any, windows: Any, results: Any, logits: Any,
         rows: Any, calls: Any, max_loops: Any, max_blocks: Any, eps: Any,
     ) -> None:  # fmt: skip
         base = shared_base()
@@ -114,8 +119,9 @@ def _make_kernel(launch: CoreLaunch) -> Any:
                 # the cache and the tables may be written before this kernel
                 grid_dependency_wait()
                 slot, turn = feed_attention(
-                    base, seat, cache + layer * layer_bytes, block_bytes, tables, positions, row_info, windows, loop,
-                    rows, max_loops, max_blocks, slot, turn,
+                    base, seat, cache + layer * own_layer, block_bytes, own_tables, stored + layer * stored_layer, stored_bytes,
+                    tables, sinks + layer * sinks_layer, sinks_bytes, sink_of, positions, row_info, windows, loop, rows,
+                    max_loops, max_blocks, slot, turn,
                 )  # fmt: skip
                 slot, turn = feed_o(base, load_constant_i64(of_layer + 8), my_o, slot, turn, 0, 0)
                 slot, turn = feed_gate_up(
@@ -133,19 +139,19 @@ def _make_kernel(launch: CoreLaunch) -> Any:
             if has_quota:
                 take_registers()
             grid_dependency_wait()
-            odd = narrow(0)
-            for call in range(calls):
+            odd, call = narrow(0), narrow(0)
+            while call < calls:  # `range` takes a register more
                 loop, layer = quotient(call, layers), remainder(call, layers)
                 loop_slots = slots_of_loops + loop * rows * 4
                 of_layer = pointers + layer * pointer_bytes
                 here = told + wide(call) * call_bytes
                 slot, turn, odd = work_qkv(
                     base, here + normed_at, here + squares_at, my_qkv, slot, turn, odd, rows, eps,
-                    here + q_at, cache + layer * layer_bytes, loop_slots, rope, block_bytes, here + k_at, here + v_at, 0,
+                    here + q_at, cache + layer * own_layer, loop_slots, rope, block_bytes, here + k_at, here + v_at, 0,
                 )  # fmt: skip
                 slot, turn = work_attention(
-                    base, seat, here + q_at, here + k_at, here + v_at, loop_slots, tables, positions, row_info, windows,
-                    results, here + mixed_at, loop, rows, max_loops, max_blocks, slot, turn, call,
+                    base, seat, here + q_at, here + k_at, here + v_at, loop_slots, own_tables, tables, sink_of, positions,
+                    row_info, windows, results, here + mixed_at, loop, rows, max_loops, max_blocks, slot, turn, call,
                 )  # fmt: skip
                 slot, turn, odd = work_o(
                     base, here + mixed_at, 0, my_o, slot, turn, odd, rows, eps,
@@ -165,6 +171,7 @@ def _make_kernel(launch: CoreLaunch) -> Any:
                     base, here + hidden_at, 0, my_down, slot, turn, odd, rows, eps,
                     x, after + squares_at, load_constant_i64(following), after + normed_at, 0, 0, 0, 0,
                 )  # fmt: skip
+                call = narrow(call + 1)
             if logits != 0:
                 here = told + wide(calls) * call_bytes
                 slot, turn, odd = work_head(
@@ -181,8 +188,10 @@ def core_step(launch: CoreLaunch) -> Variant:
     Kernel arguments: shares int32 (blocks, 8) of `share_words`; pointers int64 (layers * POINTERS + 2): each layer's
     weights and gains (see POINTERS), then the head's weights and the last gain; told: memory of `CoreShape.told_at` for
     every layer call and one more, NOTHING all over but for the normed x and the squares of the first call;
-    x float32 (rows, d), updated; the fp16 pool, bytes of a block over all layers; slots int32 (loops, rows); rope
-    float32 (rows, dim/2, 2); tables int32 (rows, max_loops, max_blocks); positions int32 (rows,), -1: no row (nothing is
+    x float32 (rows, d), updated; the fp16 pool, bytes of a block over all layers, and its tables int32 (rows, max_loops,
+    max_blocks); with int4 the same of the stored blocks (the fp16 pool then has the rows' own blocks), the sinks, bytes of all
+    layers' sinks of one block, and int32 (stored blocks,) which of them belongs to a block, -1: none; slots int32 (loops,
+    rows); rope float32 (rows, dim/2, 2); positions int32 (rows,), -1: no row (nothing is
     written for it that is of use); row_info int32 (rows, 2): how many leading blocks nothing in this step
     writes, and the row's loop before this step; windows int32 (rows,), 0: all keys, else that many and the sinks (address 0:
     all rows see all keys); results (`results_size` pairs of words, NOTHING before the step); logits float32 (rows, n),

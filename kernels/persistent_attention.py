@@ -2,7 +2,8 @@
 
 An item is one stream of one (row, unit), the work of a team of groups. A team takes as many blocks of the stream at a time as it has
 groups: each group scores one of them, then every warp goes through them in order, with all weights and its own share of the dims; so
-the running softmax is that of `attention.py`.
+the running softmax is that of `attention.py`. With int4, stream 0 has the exact keys (sinks and own block), stream s the stored blocks s - 1,
+s + 15, ... (`persistent_stored.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from kernels.persistent_parts import (
     make_share_scores,
     make_tile_values,
     no_sum,
+    num_streams,
     result_words,
 )
 from kernels.persistent_ring import make_ring
+from kernels.persistent_rows import entry_of, shown_of
 from kernels.persistent_shapes import (
     PIECE_BYTES,
     CoreLaunch,
 )
+from kernels.persistent_stored import make_stored
 from kernels.polling import (
     fence_async_shared,
     narrow,
@@ -50,7 +54,8 @@ from kernels.polling import (
 def make_attention(launch: CoreLaunch) -> Any:
     """What a producer warp and what its team do for one layer's attention."""
     shape, slot_bytes = launch.shape.attention, launch.slot_bytes
-    if shape.format != "fp16" or shape.has_alibi or shape.head_dim not in (64, 128, 256):
+    is_known = shape.format in ("fp16", "int4") and shape.head_dim in (64, 128, 256)
+    if not is_known or shape.has_alibi:
         raise ValueError(f"{shape} is not built")
     if slot_bytes < PIECE_BYTES:
         raise ValueError(f"attention's pieces do not fit {slot_bytes} bytes")
@@ -63,7 +68,12 @@ def make_attention(launch: CoreLaunch) -> Any:
     pieces, quarter_bytes, head_bytes, values_at = dim // 64, 32 * dim, 256 * dim, 128 * dim
     value_pieces = pieces // team
     value_bytes = value_pieces * PIECE_BYTES
-    fetch, arrived, release = make_ring(launch)
+    fetch, _, arrived, release = make_ring(launch)
+    has_stored, at_once = shape.format == "int4", launch.at_once
+    num_items, num_results = launch.num_items, num_streams(shape)
+    sink_for, feed_stored, feed_sinks, work_stored, work_sinks, no_sinks, sink_step = make_stored(launch)
+    stored_head_bytes, sink_bytes = shape.stored_head_bytes, shape.sink_bytes
+    query_stride = launch.query_stride
     areas_at, scores_bytes = launch.areas_at, launch.scores_bytes
     area_bytes, width, no_window = launch.area_bytes * team, result_words(shape), NO_WINDOW
     query_bytes, key_bytes, kv_heads = 2 * group * dim, 2 * dim, shape.n_kv_heads
@@ -75,7 +85,8 @@ def make_attention(launch: CoreLaunch) -> Any:
     look_new, patch_keys, patch_values = make_patch(shape, team)
     send = make_send(shape, team)
     look, merge = make_merge(shape, launch.shape.o)
-    missing_at = STREAMS + 2
+    is_spread = team > 1 or has_stored
+    missing_at = num_results + 2
 
     @device_function
     def unit_of(item: Any, per_stream: Any) -> Any:
@@ -85,11 +96,11 @@ def make_attention(launch: CoreLaunch) -> Any:
     def item_of(seat: Any, turn: Any, items: Any) -> Any:
         """A team's item in this turn of its block, -1: none.
 
-        A group alone: neighbouring items are those of a block; teams, which have one or two, go over all blocks first.
+        A group alone: neighbouring items are those of a block; teams, which have one or two, and int4 go over all blocks first.
         """
         time = quotient(turn, teams)
         item = (time * grid_x() + seat) * teams + (turn - time * teams)
-        if team > 1:
+        if is_spread:
             item = turn * grid_x() + seat
         return narrow(item if item < items else -1)
 
@@ -98,36 +109,16 @@ def make_attention(launch: CoreLaunch) -> Any:
         return narrow(quotient(items + teams * grid_x() - 1, teams * grid_x()) * teams)
 
     @device_function
-    def entry_of(
-        tables: Any, row_info: Any, loop: Any, max_loops: Any, max_blocks: Any, row: Any, block: Any
-    ) -> Any:
-        """The table's entry for a block of a row."""
-        depth = load_constant_i32(row_info + row * 8 + 4) + loop
-        return load_constant_i32(tables + wide((row * max_loops + depth) * max_blocks + block) * 4)
-
-    @device_function
-    def shown_of(positions: Any, windows: Any, row: Any) -> Any:
-        """(position, window, first block after block 0 that it shows)."""
-        position = load_constant_i32(positions + row * 4)
-        window, low = narrow(no_window), narrow(1)
-        if windows != 0:
-            width = load_constant_i32(windows + row * 4)
-            if width > 0:
-                window = width
-                if position - width >= 127:
-                    low = narrow((position - width + 1) >> 6)
-        return position, window, low
-
-    @device_function
     def feed(
-        base: Any, seat: Any, cache: Any, block_bytes: Any, tables: Any, positions: Any, row_info: Any, windows: Any, loop: Any,
-        rows: Any, max_loops: Any, max_blocks: Any, slot: Any, turn: Any,
+        base: Any, seat: Any, cache: Any, block_bytes: Any, own_tables: Any, stored: Any, stored_bytes: Any, tables: Any,
+        sinks: Any, sinks_bytes: Any, sink_of: Any, positions: Any, row_info: Any, windows: Any, loop: Any, rows: Any,
+        max_loops: Any, max_blocks: Any, slot: Any, turn: Any,
     ) -> Any:  # fmt: skip
         thread = thread_id_again()
         lane = thread & 31
         warp = ((thread >> 5) - warps) * 4 + (lane & 3)
         per_stream = narrow(rows * units)
-        items = narrow(per_stream * STREAMS)
+        items = narrow(per_stream * num_items)
         member = narrow(remainder(warp, members))
         for again in range(quotient(warp, members), turns_of(items), narrow(teams)):
             item = item_of(seat, again, items)
@@ -139,36 +130,54 @@ def make_attention(launch: CoreLaunch) -> Any:
                 position, _, low = shown_of(positions, windows, row)
                 own = narrow(position >> 6)
                 half = narrow(((member >> 2) + quotient(again, teams)) & (team - 1))
-                for start_block in range(stream, narrow(own + 1), narrow(STREAMS * team)):
+                first = narrow(stream)
+                if has_stored:
+                    first = own
+                    if stream > 0:
+                        first = narrow(own + 1)
+                        slot, turn = feed_stored(
+                            base, warp, lane, stored + head * stored_head_bytes, stored_bytes, tables, row_info, loop,
+                            max_loops, max_blocks, row, narrow((stream - 1) * at_once), own, low, slot, turn,
+                        )  # fmt: skip
+                    else:
+                        sink = sink_for(
+                            sink_of, tables, row_info, loop, max_loops, max_blocks, row, own
+                        )
+                        if sink >= 0:
+                            source = sinks + wide(sink) * sinks_bytes + head * sink_bytes
+                            slot, turn = feed_sinks(base, warp, lane, source, slot, turn)
+                for start_block in range(first, narrow(own + 1), narrow(STREAMS * team)):
                     block = start_block + half * STREAMS
                     if block <= own and (block == 0 or block >= low):
-                        entry = entry_of(tables, row_info, loop, max_loops, max_blocks, row, block)
+                        entry = entry_of(
+                            own_tables, row_info, loop, max_loops, max_blocks, row, block
+                        )
                         source = cache + wide(entry) * block_bytes + head * head_bytes
                         source += (member & 3) * quarter_bytes
                         for part in range(pieces):
                             at = part * PIECE_BYTES
                             slot, turn = fetch(
-                                base, warp, lane, source + at, PIECE_BYTES, slot, turn
+                                base, warp, lane, source + at, PIECE_BYTES, slot, turn, 1
                             )
                     for i in range(team):
                         block = start_block + i * STREAMS
                         if block <= own and (block == 0 or block >= low):
                             entry = entry_of(
-                                tables, row_info, loop, max_loops, max_blocks, row, block
+                                own_tables, row_info, loop, max_loops, max_blocks, row, block
                             )
                             source = cache + wide(entry) * block_bytes + head * head_bytes
                             source += values_at + member * value_bytes
                             for part in range(value_pieces):
                                 at = part * PIECE_BYTES
                                 slot, turn = fetch(
-                                    base, warp, lane, source + at, PIECE_BYTES, slot, turn
+                                    base, warp, lane, source + at, PIECE_BYTES, slot, turn, 1
                                 )
         return slot, turn
 
     @device_function
     def work(
-        base: Any, seat: Any, q: Any, k: Any, v: Any, loop_slots: Any, tables: Any, positions: Any,
-        row_info: Any, windows: Any, results: Any, out: Any, loop: Any, rows: Any, max_loops: Any,
+        base: Any, seat: Any, q: Any, k: Any, v: Any, loop_slots: Any, own_tables: Any, tables: Any, sink_of: Any,
+        positions: Any, row_info: Any, windows: Any, results: Any, out: Any, loop: Any, rows: Any, max_loops: Any,
         max_blocks: Any, slot: Any, turn: Any, call: Any,
     ) -> Any:  # fmt: skip
         thread = thread_id_again()
@@ -181,7 +190,7 @@ def make_attention(launch: CoreLaunch) -> Any:
         name = narrow(2 + mine)
         area = base + areas_at + mine * area_bytes
         per_stream = narrow(rows * units)
-        items = narrow(per_stream * STREAMS)
+        items = narrow(per_stream * num_items)
         written = narrow(-1)
         if lane < rows:
             written = load_constant_i32(loop_slots + lane * 4)
@@ -196,10 +205,20 @@ def make_attention(launch: CoreLaunch) -> Any:
             position, window, low = shown_of(positions, windows, row)
             num_stable = load_constant_i32(row_info + row * 8)
             own = narrow(position >> 6)
-            is_live = item >= 0 and stream <= own
+            is_live = item >= 0 and own >= 0
+            if not has_stored:
+                is_live = item >= 0 and stream <= own
             has_own = (own - stream) & (STREAMS - 1) == 0
+            sink = narrow(-1)
+            if has_stored:
+                has_own = stream == 0
+                is_live = is_live and (stream == 0 or (stream - 1) * at_once < own)
+                if stream <= 1:
+                    sink = sink_for(
+                        sink_of, tables, row_info, loop, max_loops, max_blocks, row, own
+                    )
             here = shuffle_from(written, row)
-            query_at = area + 2 * team * scores_bytes + is_other * query_bytes
+            query_at = area + 2 * team * scores_bytes + is_other * query_stride
             at = wide(row * kv_heads + head) * key_bytes
             new = look_new(k + at, v + at, member, lane, is_live and has_own)
             following = item_of(seat, again + teams, items)
@@ -214,10 +233,21 @@ def make_attention(launch: CoreLaunch) -> Any:
                 is_other = narrow(is_other ^ 1)
             item = following
             query = look_query(q + wide(next_unit) * query_bytes, lane, item >= 0)
-            if is_live:
+            if has_stored and is_live and stream > 0:
+                slot, turn, is_odd = work_stored(
+                    base, area, query_at, query_at + query_bytes, is_odd, name, sink, narrow((stream - 1) * at_once),
+                    position, low, window, results, narrow(unit * num_results + 1 + (stream - 1) * at_once), call + 1,
+                    slot, turn, never,
+                )  # fmt: skip
+            elif is_live:
                 state = start()
                 total = zeros()
-                for start_block in range(stream, narrow(own + 1), narrow(STREAMS * team)):
+                first = narrow(stream)
+                if has_stored:
+                    first, seen = own, no_sinks()
+                    if sink >= 0:
+                        slot, turn, seen = work_sinks(base, query_at, slot, turn, never)
+                for start_block in range(first, narrow(own + 1), narrow(STREAMS * team)):
                     lane = narrow(thread_id_again() & 31)
                     scores = area + is_odd * (team * scores_bytes)
                     is_odd = narrow(is_odd ^ 1)
@@ -227,7 +257,7 @@ def make_attention(launch: CoreLaunch) -> Any:
                         entry = narrow(-1)
                         if block >= num_stable and rows > 1:
                             entry = entry_of(
-                                tables, row_info, loop, max_loops, max_blocks, row, block
+                                own_tables, row_info, loop, max_loops, max_blocks, row, block
                             )
                         for piece in range(pieces):
                             keys = arrived(base, warp, slot, turn)
@@ -254,6 +284,10 @@ def make_attention(launch: CoreLaunch) -> Any:
                                 fence_async_shared()
                             slot, turn = release(base, warp, lane, slot, turn, shown[4] & never)
                         give(shown, scores + half * scores_bytes, quarter, lane)
+                    if has_stored:
+                        if sink >= 0:
+                            sunk = sink_step(seen, position, (0, 0), lane)
+                            state, total = sunk[0:4], sunk[4:]
                     sync_some(name, name_threads)
                     for i in range(team):
                         block = narrow(start_block + i * STREAMS)
@@ -262,7 +296,7 @@ def make_attention(launch: CoreLaunch) -> Any:
                             entry = narrow(-1)
                             if block >= num_stable and rows > 1:
                                 entry = entry_of(
-                                    tables, row_info, loop, max_loops, max_blocks, row, block
+                                    own_tables, row_info, loop, max_loops, max_blocks, row, block
                                 )
                             shares = take(scores + i * scores_bytes, lane)
                             if block == own or window < no_window:
@@ -311,14 +345,14 @@ def make_attention(launch: CoreLaunch) -> Any:
                                 )
                 # what follows is no part of the loops above: let it keep no registers there
                 lane = narrow(thread_id_again() & 31)
-                of_unit = results + wide(unit * STREAMS) * (group * width * 8)
+                of_unit = results + wide(unit * num_results) * (group * width * 8)
                 send(total, state, of_unit + stream * (group * width * 8), member, call + 1, lane)
         # The groups that have fewer items put the streams of each (row, unit) together.
         first = narrow(grid_x() - 1 - seat + (groups - 1 - (warp >> 2)) * grid_x())
         for unit in range(first, per_stream, narrow(groups * grid_x())):
             row = quotient(unit, units)
             own = load_constant_i32(positions + row * 4) >> 6
-            of_unit = results + wide(unit * STREAMS) * (group * width * 8)
+            of_unit = results + wide(unit * num_results) * (group * width * 8)
             for some in range(0, group * dim, 128):
                 thread = thread_id_again()
                 i, lane = some + (thread & 127), thread & 31

@@ -317,6 +317,11 @@ def make_patch(shape: AttentionShape, team: int) -> Any:
     return look_new, patch_keys, patch_values
 
 
+def num_streams(shape: AttentionShape) -> int:
+    """Of a (row, unit): with int4 the exact keys are one more, the first."""
+    return STREAMS + (shape.format == "int4")
+
+
 def result_words(shape: AttentionShape) -> int:
     """Of one stream and query head: its dims, the maximum, the sum."""
     return shape.head_dim + 2
@@ -349,21 +354,26 @@ def make_send(shape: AttentionShape, team: int) -> Any:
 
 def make_merge(shape: AttentionShape, target: ProductShape) -> Any:
     """What a warp does for 32 neighbouring outputs of one (row, unit): the streams up to `own`'s, added in order."""
-    dim, width = shape.head_dim, result_words(shape)
+    dim, width, count = shape.head_dim, result_words(shape), num_streams(shape)
+    # the exact keys come last, as in the kernels one by one
+    order = [*range(count - STREAMS, count), *range(count - STREAMS)]
 
-    @traced("r" * (STREAMS + 3))
+    def stream_of(lane: Any) -> Any:
+        return lane & (STREAMS - 1) if count == STREAMS else select_int(lane, 0, less(lane, count))
+
+    @traced("r" * (count + 3))
     def look(results: Any, item: Any, own: Any, tag: Any, lane: Any) -> Any:
         """The outputs' parts, the maximum and the sum of stream `lane`, and whether one has not come."""
         column, d = quotient(item, dim), remainder(item, dim)
         words: list[Any] = []
         is_missing: Any = less(lane, 0)
-        for s in range(STREAMS):
+        for s in range(count):
             at = results + ((s * shape.group + column) * width + d) * 8
             is_stream = less(s, own + 1)
             word, its_tag = poll_tagged_if(at, is_stream)
             words.append(word)
             is_missing = is_missing | (is_stream & (1 - same(its_tag, tag)))
-        stream = lane & (STREAMS - 1)
+        stream = stream_of(lane)
         is_stream = less(stream, own + 1)
         top = results + ((stream * shape.group + column) * width + dim) * 8
         for i in range(2):
@@ -378,16 +388,16 @@ def make_merge(shape: AttentionShape, target: ProductShape) -> Any:
     ) -> None:
         column, d = quotient(item, dim), remainder(item, dim)
         zero = int_to_f32(0)
-        is_stream = less(lane & (STREAMS - 1), own + 1)
-        one = select(f32_of(words[STREAMS]), zero + NEVER, is_stream)
+        is_stream = less(stream_of(lane), own + 1)
+        one = select(f32_of(words[count]), zero + NEVER, is_stream)
         top = one
-        for mask in (1, 2, 4, 8):
+        for mask in (1, 2, 4, 8, 16)[: (count - 1).bit_length()]:
             top = fmax(top, shuffle_xor_f32(top, mask))
         weight = bits_of(exp2(one - top))
         total, value = zero, zero
-        for s in range(STREAMS):
+        for s in order:
             shared = f32_of(shuffle_from(weight, s))
-            total = fma(shared, f32_of(shuffle_from(words[STREAMS + 1], s)), total)
+            total = fma(shared, f32_of(shuffle_from(words[count + 1], s)), total)
             value = fma(shared, f32_of(words[s]), value)
         value = value * reciprocal(fmax(total, int_to_f32(1) * 1.0e-30))
         k = (unit_head * shape.group + column) * dim + d

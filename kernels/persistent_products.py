@@ -55,7 +55,7 @@ def make_product(
     split, steps = warps // chains, product.k_steps // launch.parts(product)
     chain_bytes, part_bytes, tile_bytes = product.k_steps * 512, steps * 512, product.tile_bytes
     group, sub_slices, threads = product.group, product.sub_slices, 32 * warps
-    fetch, arrived, release = make_ring(launch)
+    fetch, _, arrived, release = make_ring(launch)
     round_tiles, sums_at, sums_bytes = (
         launch.round_tiles(product),
         launch.sums_at,
@@ -127,7 +127,7 @@ def make_product(
             source = weights + wide(piece) * tile_bytes + sub * chain_bytes
             for part in range(parts):
                 slot, turn = fetch(
-                    base, warp, lane, source + part * part_bytes, part_bytes, slot, turn
+                    base, warp, lane, source + part * part_bytes, part_bytes, slot, turn, 1
                 )
                 if has_later and i == start:
                     bring_closer(later_weights, later_share, warp, lane, part)

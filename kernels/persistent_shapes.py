@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.attention import AttentionShape
+from kernels.attention_int4_parts import heads_of
 from kernels.attention_shapes import STREAMS
 from kernels.fragments import ProductShape, packed_size
 from kernels.linear_shapes import HeadShape
 from kernels.persistent_parts import (
     num_chains,
+    num_streams,
     pitch_of,
     result_words,
 )
@@ -22,7 +24,7 @@ PIECE_BYTES = 2048  # of attention's copies: 16 positions x 64 dims of keys, or 
 
 @dataclass(frozen=True)
 class CoreShape:
-    """The model's side: its products as `graphs.product_shapes` cuts them; the cache is fp16."""
+    """The model's side: its products as `graphs.product_shapes` cuts them; the cache is fp16 or int4."""
 
     d_model: int
     d_ff: int
@@ -71,7 +73,8 @@ class CoreLaunch:
 
     A block finishes up to `most_tiles` tiles of 8 chains at a time. A warp has `in_flight` pieces on their way, more where it is
     short of them: with `urgent` a piece is asked for, too, as soon as the one `urgent` places before it was used up.
-    `team`: groups that share an item of attention, as many blocks of a stream at a time. `has_prefetch`: while the rings wait for attention,
+    `team`: groups that share an item of attention, as many blocks of a stream at a time. `at_once`: streams of stored blocks that a
+    group has at a time, 1 or 4. `has_prefetch`: while the rings wait for attention,
     weights of down, for which they have no room yet, come into the L2 cache.
     """
 
@@ -84,11 +87,17 @@ class CoreLaunch:
     urgent: int = 0
     has_prefetch: bool = False
     team: int = 1
+    at_once: int = 1
     most_tiles: int = 4
 
     @property
     def warps(self) -> int:
         return 4 * self.groups
+
+    @property
+    def num_items(self) -> int:
+        """Items of attention of a (row, unit)."""
+        return num_streams(self.shape.attention) - STREAMS + STREAMS // self.at_once
 
     def round_tiles(self, product: ProductShape) -> int:
         """Tiles that a block finishes at a time: their sums find room, and threads."""
@@ -125,8 +134,14 @@ class CoreLaunch:
     @property
     def area_bytes(self) -> int:
         """Of a group: two blocks' scores and two queries."""
+        return 2 * self.scores_bytes + 2 * self.query_stride
+
+    @property
+    def query_stride(self) -> int:
+        """Of a query, and with int4 its integers."""
         attention = self.shape.attention
-        return 2 * self.scores_bytes + 4 * attention.group * attention.head_dim
+        heads = attention.group + (heads_of(attention) if attention.format == "int4" else 0)
+        return 2 * heads * attention.head_dim
 
     @property
     def areas_at(self) -> int:
@@ -143,7 +158,7 @@ class CoreLaunch:
 
 def results_size(shape: AttentionShape, rows: int) -> int:
     """Words (each with its tag) of the buffer of stream results."""
-    return rows * shape.units * STREAMS * shape.group * result_words(shape)
+    return rows * shape.units * num_streams(shape) * shape.group * result_words(shape)
 
 
 def share_words(shape: CoreShape, num_blocks: int) -> list[int]:

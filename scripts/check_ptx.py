@@ -67,7 +67,8 @@ def jobs_of(*, with_others: bool, row_counts: Sequence[int] = (1, 8, 16, 32, 64)
 
     for module in MODULES:
         yield from ((module, 0, name, "") for name in variants_of(module))
-    yield from (("1b", rows, "core", "") for rows in (1, 8) if rows in row_counts)
+    cores = [(name, rows) for name in graphs.CHECKED_SPECS for rows in (1, 8) if rows in row_counts]
+    yield from ((name, rows, "core", "") for name, rows in cores)
     seen = set()
     for name, spec in graphs.CHECKED_SPECS.items():
         for rows in row_counts:

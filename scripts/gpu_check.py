@@ -414,37 +414,49 @@ def measure(report: Report, spec: DecodeSpec, weights: DecodeWeights, library: L
 
 def mix_rows(runner: DecodeRunner) -> None:
     """Eight rows as an engine has them: four neighbouring positions of one sequence, three other lengths, no row."""
-    runner.tables[1:4] = runner.tables[0]
-    runner.positions.copy_(torch.tensor([1022, 1023, 1024, 1025, 63, 64, 0, -1]))
+    for table in (runner.tables, runner.exact_blocks):
+        table[1:4] = table[0]
+    # with int4 the rows of one sequence are in one block
+    first = 1022 if runner.spec.kv_format == "fp16" else 1020
+    runner.positions.copy_(torch.tensor([*range(first, first + 4), 63, 64, 0, -1]))
     runner.row_info[:, 0] = torch.tensor([15, 15, 15, 15, 0, 1, 0, 0])
 
 
-def check_core(report: Report, tensors: dict[str, Tensor], library: Library) -> None:
+def check_core(
+    report: Report, spec: DecodeSpec, tensors: dict[str, Tensor], library: Library
+) -> None:
     """The one kernel of few rows beside the kernels one by one: the same bits in many replays, and its time."""
-    weights = DecodeWeights(REFERENCE, tensors)
+    weights, kind = DecodeWeights(spec, tensors), spec.kv_format
     num_blocks = torch.cuda.get_device_properties(0).multi_processor_count
     cases: list[tuple[int, int | None]] = [(rows, at) for rows in (1, 3, 8) for at in (1024, 0, 63, 1000, 1900)]  # fmt: skip
     for rows, context in [*cases, (8, None)]:
-        plain = make_runner(REFERENCE, weights, rows, 1100 if context is None else context, library)
+        plain = make_runner(spec, weights, rows, 1100 if context is None else context, library)
         if context is None:
             mix_rows(plain)
-        blocks = plain.tables.shape[2]
-        core = PersistentRunner(weights, plain.cache, rows, blocks, library, num_blocks)
+        blocks, cache = plain.tables.shape[2], plain.cache
+        core = PersistentRunner(weights, cache, rows, blocks, library, num_blocks)
         for name in ("tables", "exact_blocks", "positions", "row_info", "tokens"):
             getattr(core, name).copy_(getattr(plain, name))
         graphs, real = (plain.capture(), core.capture()), plain.positions >= 0
+        pools = [cache.exact, cache.stored, cache.sinks] if kind == "int4" else [cache.stored]
+        for pool in pools:
+            pool.view(-1, 2)[:, 0] ^= 1  # so that what is not written is seen
+        before = [pool.clone() for pool in pools]
         graphs[0].replay()
-        want, cache = plain.logits[real], plain.cache.stored.clone()
+        want, written = plain.logits[real], [pool.clone() for pool in pools]
         wrong = 0
         for _ in range(200):
+            for pool, old in zip(pools, before, strict=True):
+                pool.copy_(old)
             graphs[1].replay()
-            same = torch.equal(core.logits[real], want) and torch.equal(plain.cache.stored, cache)
+            same = torch.equal(core.logits[real], want)
+            same &= all(torch.equal(a, b) for a, b in zip(pools, written, strict=True))
             wrong += not same
         what = "mixed" if context is None else f"context {context}"
-        report.check(f"one kernel, {rows} rows, {what}", wrong == 0, f"{wrong} of 200 replays differ")  # fmt: skip
+        report.check(f"{kind}, one kernel, {rows} rows, {what}", wrong == 0, f"{wrong} of 200 replays differ")  # fmt: skip
         if context == 1024:
             times = [f"{time_graph(graph):.4f}" for graph in (*graphs, graphs[0])]
-            report.note(f"one kernel, {rows} rows", f"{times[1]} ms", f"one by one {times[0]}, {times[2]} ms")  # fmt: skip
+            report.note(f"{kind}, one kernel, {rows} rows", f"{times[1]} ms", f"one by one {times[0]}, {times[2]} ms")  # fmt: skip
 
 
 def run_others(report: Report, only: list[str], build_dir: Path) -> None:
@@ -515,7 +527,8 @@ def main() -> int:
             for count in rows:
                 measure(report, spec, weights, library, count, options.context, options.shares)
     if "core" in only:
-        check_core(report, tensors, library)
+        for kind in options.formats.split(","):
+            check_core(report, replace(REFERENCE, kv_format=kind), tensors, library)
     run_others(report, only, options.build_dir)
     if options.try_others:
         for count in rows:

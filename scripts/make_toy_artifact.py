@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
 VARIANTS: dict[str, dict[str, Any]] = {
     "pre": {},
     "pure": {
-        "inject": "none", "state_init": "embed", "prelude": 0, "coda": 0, "d_model": 128, "head_dim": 32, "dtype": "fp16",
+        "inject": "none", "state_init": "embed", "prelude": 0, "coda": 0, "d_model": 128, "head_dim": 64, "dtype": "fp16",
     },
     "plain": {"inject": "none", "state_init": "embed", "prelude": 0, "coda": 0, "default": 1, "trained_max": 1, "hard_max": 1},
     "ouro": {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker import absorbed_decode, fused_graphs
+from gpu_worker import absorbed_decode, fused_graphs, persistent
 from gpu_worker.fused_model import AbsorbedModel, ClassedModel, FusedModel
 from gpu_worker.plain_decode import choices_of
 from gpu_worker.rows import Rows
@@ -21,18 +21,22 @@ LOOPS = 2
 
 
 @pytest.mark.parametrize(
-    ("pos", "kv_format", "kind"),
+    ("pos", "kv_format", "kind", "one_kernel"),
     [
-        ("rope", "fp16", FusedModel),
-        ("rope", "int4", FusedModel),
-        ("alibi", "fp16", FusedModel),
-        ("learned", "h", AbsorbedModel),
-        ("learned", "h_int4", AbsorbedModel),
+        ("rope", "fp16", FusedModel, []),
+        ("rope", "fp16", FusedModel, ["core_step"]),
+        ("rope", "int4", FusedModel, []),
+        ("rope", "int4", FusedModel, ["core_step", "commit_passes_d64"]),
+        ("alibi", "fp16", FusedModel, []),
+        ("learned", "h", AbsorbedModel, []),
+        ("learned", "h_int4", AbsorbedModel, []),
     ],
 )
 def test_a_step_uploads_its_rows_and_calls_its_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pos: str, kv_format: str, kind: type[ClassedModel]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pos: str, kv_format: str, kind: type[ClassedModel],
+    one_kernel: list[str],
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(persistent, "num_blocks", lambda device: 132 * bool(one_kernel))
     engine = make_engine(
         tmp_path, "pure", {"pos": pos}, device="cuda", is_graphed=True, kv_format=kv_format, num_blocks=100
     )  # fmt: skip
@@ -70,9 +74,12 @@ def test_a_step_uploads_its_rows_and_calls_its_kernels(
     layers = engine.model.config.stages.core
     plans = [name for name in names if "plan" in name]
     assert plans == names[: int(kind is AbsorbedModel)]
-    assert names[len(plans)] == "begin_step" and names[-2:] == ["head", "choose"]
-    num_attending = sum("attention" in name for name in names)
-    assert num_attending == names.count("o") == LOOPS * layers
+    if one_kernel:
+        assert names == ["begin_step", *one_kernel, "choose"]
+    else:
+        assert names[len(plans)] == "begin_step" and names[-2:] == ["head", "choose"]
+        num_attending = sum("attention" in name for name in names)
+        assert num_attending == names.count("o") == LOOPS * layers
 
     names.clear()
     graphs.load(rows.select([1]))

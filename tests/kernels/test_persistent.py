@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -69,15 +70,38 @@ def _tensors(spec: DecodeSpec) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _cache(spec: DecodeSpec, tables: torch.Tensor) -> DecodeCache:
+    """Random; with int4 the exact blocks are numbered as the others, and every first block has sinks but that of row 1."""
+    torch.manual_seed(1)
+    cache = DecodeCache(spec, tables.numel(), tables.numel(), "cpu")
+    cache.exact.view(torch.half).normal_()
+    if spec.kv_format == "int4":
+        cache.stored.random_(0, 256)
+        part = spec.attention.stored_bytes
+        pairs = cache.stored.view(len(cache.stored), -1, part)[..., part - 256 :].view(torch.half)
+        pairs.copy_(torch.tensor([0.2, -1.5]).repeat(64) + torch.rand(pairs.shape) / 8)
+        cache.sinks.view(torch.half).normal_()
+        firsts = tables[:, :, 0]
+        cache.sink_of[firsts.flatten()] = torch.arange(firsts.numel(), dtype=torch.int32)
+        cache.sink_of[firsts[1:2].flatten()] = -1
+    return cache
+
+
+def _pools(cache: DecodeCache) -> tuple[torch.Tensor, ...]:
+    return cache.exact, cache.stored, cache.sinks
+
+
 def _fill(runner: DecodeRunner, positions: list[int], tables: torch.Tensor) -> None:
     runner.tokens.copy_(torch.arange(len(positions)) * 3 % runner.spec.vocab)
     runner.positions.copy_(torch.tensor(positions))
     runner.row_info[:, 0] = torch.tensor([max(p, 0) >> 6 for p in positions])
     runner.tables.copy_(tables)
+    runner.exact_blocks.copy_(tables.flip(2))
 
 
 def _register(runner: DecodeRunner) -> None:
-    owned = [*vars(runner).values(), *runner.weights.packed.values(), runner.cache.stored]
+    cache = runner.cache
+    owned = [*vars(runner).values(), *runner.weights.packed.values(), *vars(cache).values()]
     if isinstance(runner, PersistentRunner):
         owned += [*vars(runner.core).values(), *runner.core.pointers.values()]
     emulator.register(*(value for value in owned if isinstance(value, torch.Tensor)))
@@ -85,6 +109,8 @@ def _register(runner: DecodeRunner) -> None:
 
 SMALL = DecodeSpec(64, 1, 1, 64, 48, 40, 1, 2, max_pos=2048)
 WIDER = DecodeSpec(64, 1, 1, 128, 48, 40, 1, 1, max_pos=2048)
+STORED = replace(WIDER, kv_format="int4")
+GROUPED = DecodeSpec(64, 3, 1, 64, 48, 40, 2, 2, max_pos=2048, kv_format="int4")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +119,8 @@ WIDER = DecodeSpec(64, 1, 1, 128, 48, 40, 1, 1, max_pos=2048)
         pytest.param(SMALL, [70], 2, {"groups": 2, "urgent": 3, "has_prefetch": True}, id="row"),
         pytest.param(SMALL, [64, -1, 0], 2, {"groups": 2}, id="rows"),
         pytest.param(WIDER, [1030], 2, {"groups": 2, "team": 2, "has_prefetch": True}, id="team"),
+        pytest.param(STORED, [1093], 2, {"groups": 2, "has_prefetch": True}, id="stored"),
+        pytest.param(GROUPED, [127, -1, 2, 64], 2, {"groups": 2, "urgent": 3}, id="ends of blocks"),
     ],
 )
 def test_gives_the_bits_of_the_kernels_one_by_one(
@@ -102,10 +130,8 @@ def test_gives_the_bits_of_the_kernels_one_by_one(
     library = cast(Library, Emulated())
     weights = DecodeWeights(spec, _tensors(spec))
     tables = torch.randperm(rows * spec.loops * max_blocks).view(rows, spec.loops, max_blocks)
-    caches = [DecodeCache(spec, tables.numel(), 1, "cpu") for _ in range(2)]
-    caches[0].stored.view(torch.half).normal_()
-    caches[1].stored.copy_(caches[0].stored)
-    before = caches[0].stored.clone()
+    caches = [_cache(spec, tables) for _ in range(2)]
+    before = [pool.clone() for pool in _pools(caches[0])]
     head = {"head": Launch(weights.shapes["head"], 8, 1, max_rows=8)}  # one cluster, small blocks
     one_by_one = DecodeRunner(weights, caches[0], rows, max_blocks, library, instead=head)
     together = PersistentRunner(weights, caches[1], rows, max_blocks, library, blocks, **options)
@@ -114,8 +140,9 @@ def test_gives_the_bits_of_the_kernels_one_by_one(
         _register(runner)
         runner.launch_step(0)
     real = [row for row, position in enumerate(positions) if position >= 0]
-    assert not torch.equal(caches[0].stored, before)
-    assert torch.equal(caches[0].stored, caches[1].stored)
+    assert not torch.equal(caches[0].exact, before[0])
+    for name, first, second in zip(("exact", "stored", "sinks"), *map(_pools, caches), strict=True):
+        assert torch.equal(first, second), name
     for name in ("x", "logits"):
         assert torch.equal(getattr(one_by_one, name)[real], getattr(together, name)[real]), name
     again = together.logits.clone()
