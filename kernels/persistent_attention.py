@@ -84,7 +84,7 @@ def make_attention(launch: CoreLaunch) -> Any:
     at_1, at_2, at_3 = (4 * min(i, value_pieces - 1) for i in (1, 2, 3))
     look_new, patch_keys, patch_values = make_patch(shape, team)
     send = make_send(shape, team)
-    look, merge = make_merge(shape, launch.shape.o)
+    look_some, look, merge = make_merge(shape, launch.shape.o)
     is_spread = team > 1 or has_stored
     missing_at = num_results + 2
 
@@ -357,6 +357,10 @@ def make_attention(launch: CoreLaunch) -> Any:
                 thread = thread_id_again()
                 i, lane = some + (thread & 127), thread & 31
                 if i < group * dim:
+                    if at_once > 1:
+                        # many wait: one word a stream until all have come, as the memory has other work
+                        while any_lane(look_some(of_unit, i, own, call + 1, lane)) != 0:
+                            pass
                     words = look(of_unit, i, own, call + 1, lane)
                     while any_lane(words[missing_at]) != 0:
                         words = look(of_unit, i, own, call + 1, lane)

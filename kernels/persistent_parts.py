@@ -361,6 +361,15 @@ def make_merge(shape: AttentionShape, target: ProductShape) -> Any:
     def stream_of(lane: Any) -> Any:
         return lane & (STREAMS - 1) if count == STREAMS else select_int(lane, 0, less(lane, count))
 
+    @traced("r")
+    def look_some(results: Any, item: Any, own: Any, tag: Any, lane: Any) -> Any:
+        """Whether the sum of stream `lane` has not come."""
+        stream, column = stream_of(lane), quotient(item, dim)
+        at = results + ((stream * shape.group + column) * width + dim + 1) * 8
+        is_stream = less(stream, own + 1)
+        _, its_tag = poll_tagged_if(at, is_stream)
+        return is_stream & (1 - same(its_tag, tag))
+
     @traced("r" * (count + 3))
     def look(results: Any, item: Any, own: Any, tag: Any, lane: Any) -> Any:
         """The outputs' parts, the maximum and the sum of stream `lane`, and whether one has not come."""
@@ -403,4 +412,4 @@ def make_merge(shape: AttentionShape, target: ProductShape) -> Any:
         k = (unit_head * shape.group + column) * dim + d
         store_16_if(out + wide(packed_place(row, k, target, 1)) * 2, pack_half2(value, value), 1)
 
-    return look, merge
+    return look_some, look, merge

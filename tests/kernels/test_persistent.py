@@ -71,7 +71,7 @@ def _tensors(spec: DecodeSpec) -> dict[str, torch.Tensor]:
 
 
 def _cache(spec: DecodeSpec, tables: torch.Tensor) -> DecodeCache:
-    """Random; with int4 the exact blocks are numbered as the others, and every first block has sinks but that of row 1."""
+    """Random; with int4 the exact blocks are numbered as the others, and every first block has sinks but that of row 3."""
     torch.manual_seed(1)
     cache = DecodeCache(spec, tables.numel(), tables.numel(), "cpu")
     cache.exact.view(torch.half).normal_()
@@ -83,7 +83,7 @@ def _cache(spec: DecodeSpec, tables: torch.Tensor) -> DecodeCache:
         cache.sinks.view(torch.half).normal_()
         firsts = tables[:, :, 0]
         cache.sink_of[firsts.flatten()] = torch.arange(firsts.numel(), dtype=torch.int32)
-        cache.sink_of[firsts[1:2].flatten()] = -1
+        cache.sink_of[firsts[3:].flatten()] = -1
     return cache
 
 
@@ -110,17 +110,17 @@ def _register(runner: DecodeRunner) -> None:
 SMALL = DecodeSpec(64, 1, 1, 64, 48, 40, 1, 2, max_pos=2048)
 WIDER = DecodeSpec(64, 1, 1, 128, 48, 40, 1, 1, max_pos=2048)
 STORED = replace(WIDER, kv_format="int4")
-GROUPED = DecodeSpec(64, 3, 1, 64, 48, 40, 2, 2, max_pos=2048, kv_format="int4")
+GROUPED = DecodeSpec(64, 3, 1, 64, 48, 40, 1, 1, max_pos=2048, kv_format="int4")
 
 
 @pytest.mark.parametrize(
     ("spec", "positions", "blocks", "options"),
     [
-        pytest.param(SMALL, [70], 2, {"groups": 2, "urgent": 3, "has_prefetch": True}, id="row"),
+        pytest.param(SMALL, [70], 2, {"groups": 2, "urgent": 2, "has_prefetch": True}, id="row"),
         pytest.param(SMALL, [64, -1, 0], 2, {"groups": 2}, id="rows"),
         pytest.param(WIDER, [1030], 2, {"groups": 2, "team": 2, "has_prefetch": True}, id="team"),
         pytest.param(STORED, [1093], 2, {"groups": 2, "has_prefetch": True}, id="stored"),
-        pytest.param(GROUPED, [127, -1, 2, 64], 2, {"groups": 2, "urgent": 3}, id="ends of blocks"),
+        pytest.param(GROUPED, [127, -1, 2, 64], 2, {"groups": 2}, id="ends of blocks"),
     ],
 )
 def test_gives_the_bits_of_the_kernels_one_by_one(
