@@ -45,7 +45,7 @@ def core_launch(spec: DecodeSpec, rows: int, **options: Any) -> CoreLaunch:
     else:
         # one stream a warp: more work until the first is done, less in all
         at_once = 4 if spec.kv_format == "int4" else 1
-        options = {"most_tiles": 2, "urgent": 2, "at_once": at_once} | options
+        options = {"most_tiles": 2, "urgent": 2 if at_once > 1 else 3, "at_once": at_once} | options
     return CoreLaunch(shape, 1 if rows == 1 else MAX_ROWS, **options)
 
 

@@ -246,9 +246,7 @@ def make_kernel(launch: AttentionLaunch) -> Any:
             while here < own:
                 chunk = arrived(used, ring, bars)
                 pairs = load_pairs(chunk + scales_at, lane)
-                shown = stored_scores(
-                    chunk + lane * 16, pairs, query, query_unit, query_sum, lane
-                )
+                shown = stored_scores(chunk + lane * 16, pairs, query, query_unit, query_sum, lane)
                 free = ring + read_scores(shown, never)
                 sync_warp()
                 used += 1

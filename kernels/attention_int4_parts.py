@@ -208,9 +208,7 @@ def make_stored_scores(shape: AttentionShape) -> Any:
     heads, steps = heads_of(shape), shape.head_dim // 16
 
     @traced("f" * (2 * heads))
-    def stored_scores(
-        chunk: Any, pairs: Any, query: Any, unit: Any, total: Any, lane: Any
-    ) -> Any:
+    def stored_scores(chunk: Any, pairs: Any, query: Any, unit: Any, total: Any, lane: Any) -> Any:
         """q.k of the lane's share of 64 stored positions: (low row, high row) of each of its G tiles."""
         accs: list[Any] = [(0, 0, 0, 0)] * 4
         quads: dict[int, Any] = {}

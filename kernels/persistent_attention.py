@@ -71,20 +71,21 @@ def make_attention(launch: CoreLaunch) -> Any:
     fetch, _, arrived, release = make_ring(launch)
     has_stored, at_once = shape.format == "int4", launch.at_once
     num_items, num_results = launch.num_items, num_streams(shape)
-    sink_for, feed_stored, feed_sinks, work_stored, work_sinks, no_sinks, sink_step = make_stored(launch)
+    sink_for, feed_stored, work_stored, *of_sinks = make_stored(launch)
+    feed_sinks, work_sinks, no_sinks, sink_step = of_sinks
     stored_head_bytes, sink_bytes = shape.stored_head_bytes, shape.sink_bytes
     query_stride = launch.query_stride
     areas_at, scores_bytes = launch.areas_at, launch.scores_bytes
     area_bytes, width, no_window = launch.area_bytes * team, result_words(shape), NO_WINDOW
     query_bytes, key_bytes, kv_heads = 2 * group * dim, 2 * dim, shape.n_kv_heads
-    look_query, lacks_any, keep_query, some_scores = make_query(shape)
+    look_query, look_again, lacks_any, keep_query, some_scores = make_query(shape)
     give, take = make_share_scores(shape)
     softmax, softmax_masked = (make_softmax(shape, masked) for masked in (False, True))
     (values_0, values_1, values_2, values_3), correct, zeros = make_tile_values(shape, team)
     at_1, at_2, at_3 = (4 * min(i, value_pieces - 1) for i in (1, 2, 3))
     look_new, patch_keys, patch_values = make_patch(shape, team)
     send = make_send(shape, team)
-    look_some, look, merge = make_merge(shape, launch.shape.o)
+    look_some, unseen, look, merge = make_merge(shape, launch.shape.o)
     is_spread = team > 1 or has_stored
     missing_at = num_results + 2
 
@@ -226,7 +227,7 @@ def make_attention(launch: CoreLaunch) -> Any:
             half = narrow(((member >> 2) + quotient(again, teams)) & (team - 1))
             if is_live:
                 while any_lane(lacks_any(query, new)) != 0:
-                    query = look_query(q + wide(unit) * query_bytes, lane, 1)
+                    query = look_again(query, q + wide(unit) * query_bytes, lane)
                     new = look_new(k + at, v + at, member, lane, has_own)
                 keep_query(query, query_at, lane)
                 sync_warp()
@@ -361,9 +362,9 @@ def make_attention(launch: CoreLaunch) -> Any:
                         # many wait: one word a stream until all have come, as the memory has other work
                         while any_lane(look_some(of_unit, i, own, call + 1, lane)) != 0:
                             pass
-                    words = look(of_unit, i, own, call + 1, lane)
+                    words = unseen(own)
                     while any_lane(words[missing_at]) != 0:
-                        words = look(of_unit, i, own, call + 1, lane)
+                        words = look(words, of_unit, i, call + 1, lane)
                     merge(words, out, row, unit - row * units, i, own, lane)
         return slot, turn
 

@@ -33,6 +33,7 @@ from kernels.intrinsics import (
     select_int,
     shuffle_from,
     shuffle_xor_f32,
+    smaller,
     store_16_if,
     store_shared_32,
     store_shared_128_if,
@@ -42,11 +43,14 @@ from kernels.intrinsics import (
 )
 from kernels.linear_parts import add_chains, row_factor
 from kernels.polling import (
+    NOTHING,
     lacks_any_half,
     lacks_any_word,
+    poll_32_again,
     poll_32_if,
+    poll_128_again,
     poll_128_if,
-    poll_tagged_if,
+    poll_tagged_again,
     store_shared_16_if,
     store_tagged_if,
 )
@@ -70,28 +74,44 @@ def make_look_x(shape: ProductShape, is_normed: bool) -> Any:
     is_padded = shape.k != num_chains(shape) * shape.k_steps * 16
     squares_words = -(-num_squares // 32) if is_normed else 0
 
-    @traced("r" * (4 * pairs + squares_words + 1))
-    def look(x: Any, squares: Any, chain: Any, row: Any, lane: Any, rows: Any) -> Any:
+    count = 4 * pairs + squares_words
+
+    @traced("r" * (count + 1))
+    def unseen(chain: Any, row: Any, lane: Any, rows: Any) -> Any:
+        """As `look`, of what has not been asked for: NOTHING, or zeros where there is no row or column."""
         words: list[Any] = []
         for pair in range(pairs):
             is_there = less(lane >> 2, rows)
             if is_padded:
                 column = chain * (pairs * 32) + pair * 32 + (lane & 3) * 8
                 is_there = is_there & less(column, shape.k)
-            words += poll_128_if(x + (chain * pairs * 512 + lane * 16) + pair * 512, is_there)
+            words += [select_int(NOTHING, 0, is_there)] * 4
         sums = [
-            poll_32_if(
-                squares + (row * num_squares + lane + 32 * i) * 4,
-                less(row, rows) & less(lane + 32 * i, num_squares),
-            )
+            select_int(NOTHING, 0, less(row, rows) & less(lane + 32 * i, num_squares))
             for i in range(squares_words)
+        ]
+        return (*words, *sums, 1)
+
+    @traced("r" * (count + 1))
+    def look(seen: Any, x: Any, squares: Any, chain: Any, row: Any, lane: Any) -> Any:
+        """What had not come when it was `seen` is asked for."""
+        words: list[Any] = []
+        for pair in range(pairs):
+            old = seen[4 * pair : 4 * pair + 4]
+            at = x + (chain * pairs * 512 + lane * 16) + pair * 512
+            words += poll_128_again(*old, at, lacks_any_half(old))
+        sums = [
+            poll_32_again(
+                old, squares + (row * num_squares + lane + 32 * i) * 4, same(old, NOTHING)
+            )
+            for i, old in enumerate(seen[4 * pairs : count])
         ]
         is_missing = lacks_any_half(words)
         if sums:
             is_missing = is_missing | lacks_any_word(sums)
         return (*words, *sums, is_missing)
 
-    return look
+    return unseen, look
 
 
 def make_look_some_x(shape: ProductShape) -> Any:
@@ -189,6 +209,15 @@ def make_query(shape: AttentionShape) -> Any:
             words += poll_128_if(q + at * 16, less(at, units) & is_wanted)
         return tuple(words)
 
+    @traced("r" * (4 * loads))
+    def look_again(seen: Any, q: Any, lane: Any) -> Any:
+        """What had not come when it was `seen`, too."""
+        words: list[Any] = []
+        for i in range(loads):
+            old = seen[4 * i : 4 * i + 4]
+            words += poll_128_again(*old, q + (lane + 32 * i) * 16, lacks_any_half(old))
+        return tuple(words)
+
     @traced("r")
     def lacks_any(query: Any, new: Any) -> Any:
         """Whether a part of the query or of what `make_patch` looks for has not come."""
@@ -216,7 +245,7 @@ def make_query(shape: AttentionShape) -> Any:
                 acc = mma(*acc, *a, b[2 * step], b[2 * step + 1])
         return (*acc, any_bits(read))
 
-    return look_query, lacks_any, keep_query, some_scores
+    return look_query, look_again, lacks_any, keep_query, some_scores
 
 
 def make_share_scores(shape: AttentionShape) -> Any:
@@ -366,30 +395,36 @@ def make_merge(shape: AttentionShape, target: ProductShape) -> Any:
         """Whether the sum of stream `lane` has not come."""
         stream, column = stream_of(lane), quotient(item, dim)
         at = results + ((stream * shape.group + column) * width + dim + 1) * 8
-        is_stream = less(stream, own + 1)
-        _, its_tag = poll_tagged_if(at, is_stream)
-        return is_stream & (1 - same(its_tag, tag))
+        _, its_tag = poll_tagged_again(0, tag, at, less(stream, own + 1))
+        return 1 - same(its_tag, tag)
 
     @traced("r" * (count + 3))
-    def look(results: Any, item: Any, own: Any, tag: Any, lane: Any) -> Any:
-        """The outputs' parts, the maximum and the sum of stream `lane`, and whether one has not come."""
+    def unseen(own: Any) -> Any:
+        """As `look`, of what has not been asked for."""
+        return (*[0] * (count + 2), (less(own, own + 1) << smaller(own + 1, count)) - 1)
+
+    @traced("r" * (count + 3))
+    def look(seen: Any, results: Any, item: Any, tag: Any, lane: Any) -> Any:
+        """The outputs' parts, the maximum and the sum of stream `lane`, and a bit for each stream of which something lacks.
+
+        What did not lack when it was `seen` is not asked for.
+        """
         column, d = quotient(item, dim), remainder(item, dim)
-        words: list[Any] = []
-        is_missing: Any = less(lane, 0)
+        words, lacking = list[Any](), seen[count + 2]
+        still: Any = less(lane, 0)
         for s in range(count):
             at = results + ((s * shape.group + column) * width + d) * 8
-            is_stream = less(s, own + 1)
-            word, its_tag = poll_tagged_if(at, is_stream)
+            word, its_tag = poll_tagged_again(seen[s], tag, at, (lacking >> s) & 1)
             words.append(word)
-            is_missing = is_missing | (is_stream & (1 - same(its_tag, tag)))
+            still = still | (1 - same(its_tag, tag)) << s
         stream = stream_of(lane)
-        is_stream = less(stream, own + 1)
         top = results + ((stream * shape.group + column) * width + dim) * 8
         for i in range(2):
-            word, its_tag = poll_tagged_if(top + 8 * i, is_stream)
+            is_wanted = (lacking >> stream) & 1
+            word, its_tag = poll_tagged_again(seen[count + i], tag, top + 8 * i, is_wanted)
             words.append(word)
-            is_missing = is_missing | (is_stream & (1 - same(its_tag, tag)))
-        return (*words, is_missing)
+            still = still | (1 - same(its_tag, tag)) << stream
+        return (*words, still)
 
     @traced()
     def merge(
@@ -412,4 +447,4 @@ def make_merge(shape: AttentionShape, target: ProductShape) -> Any:
         k = (unit_head * shape.group + column) * dim + d
         store_16_if(out + wide(packed_place(row, k, target, 1)) * 2, pack_half2(value, value), 1)
 
-    return look_some, look, merge
+    return look_some, unseen, look, merge

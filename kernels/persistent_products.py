@@ -63,11 +63,8 @@ def make_product(
     )
     buffer_bytes = launch.buffer_bytes
     pitch, factors_at = pitch_of(launch.rows), launch.buffer_bytes - 32
-    look, look_some, put = (
-        make_look_x(product, is_normed),
-        make_look_some_x(product),
-        make_put(launch.rows),
-    )
+    unseen, look = make_look_x(product, is_normed)
+    look_some, put = make_look_some_x(product), make_put(launch.rows)
     missing_at = len(look.device_traced.returns) - 1
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         make_multiply(steps, min(i, parts - 1)) for i in range(4)
@@ -151,9 +148,9 @@ def make_product(
             # few words until one has come: to ask for all of them again and again keeps the L2 cache from its work
             while any_lane(look_some(x, chain, lane)) == 0:
                 pass
-            b = look(x, squares, chain, warp, lane, rows)
+            b = unseen(chain, warp, lane, rows)
             while any_lane(b[missing_at]) != 0:
-                b = look(x, squares, chain, warp, lane, rows)
+                b = look(b, x, squares, chain, warp, lane)
             for start_tile in range(narrow(0), count, narrow(round_tiles)):
                 num = narrow(min(round_tiles, count - start_tile))
                 buffer = base + sums_at + odd * buffer_bytes

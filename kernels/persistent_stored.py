@@ -201,9 +201,7 @@ def make_stored(launch: CoreLaunch) -> Any:
                 state = step[0:3]
                 b = spread(step[5:], lane)
                 slot, turn = release(base, warp, lane, slot, turn, read_weights(b, never))
-                total = values_0(
-                    total, b, arrived(base, warp, slot, turn), step[3], step[4], lane
-                )
+                total = values_0(total, b, arrived(base, warp, slot, turn), step[3], step[4], lane)
                 slot, turn = release(base, warp, lane, slot, turn, read_values(total, never))
                 if value_pieces > 1:
                     total = values_1(
@@ -211,9 +209,7 @@ def make_stored(launch: CoreLaunch) -> Any:
                     )
                     slot, turn = release(base, warp, lane, slot, turn, read_values(total, never))
         if first + stream < own:
-            send(
-                total, state, results + wide(result + stream) * result_bytes, mine, tag, lane
-            )
+            send(total, state, results + wide(result + stream) * result_bytes, mine, tag, lane)
         return slot, turn, is_odd
 
     @device_function
@@ -226,7 +222,7 @@ def make_stored(launch: CoreLaunch) -> Any:
         slot, turn = release(base, warp, lane, slot, turn, read_sinks(seen, never))
         return slot, turn, seen
 
-    return sink_for, feed, feed_sinks, work, work_sinks, no_sinks, sink_step
+    return sink_for, feed, work, feed_sinks, work_sinks, no_sinks, sink_step
 
 
 def _make_integers(shape: AttentionShape) -> Any:
@@ -299,11 +295,12 @@ def _make_keys(shape: AttentionShape, at_once: int, index: int, count: int) -> A
                     at = 4 * quad + half
                     acc = mma_u8s8(*acc, *a, query[at], query[at + 1])
             tile = index * count + i
-            slot, j = (tile // heads, tile % heads) if at_once > 1 else (None, 0)
-            for high, number in enumerate(pair_sums(acc)):
-                if slot is not None:
-                    number = select_int(number, sums[2 * j + high], same(slot_of(shape, lane), slot))
-                sums[2 * j + high] = number
+            if at_once == 1:
+                sums[:2] = pair_sums(acc)
+                continue
+            is_own, first = same(slot_of(shape, lane), tile // heads), 2 * (tile % heads)
+            for at, number in enumerate(pair_sums(acc), first):
+                sums[at] = select_int(number, sums[at], is_own)
         return (*sums, any_bits(sums))
 
     return keys
@@ -329,7 +326,8 @@ def _make_share(shape: AttentionShape) -> Any:
         """The sums of a lane's own tiles."""
         places = [place_of(shape, i, lane) for i in range(2 * heads)]
         words = [load_shared_32(area + (p * group + head_of(lane)) * 4) for p in places]
-        return (*((word ^ _SIGN) - _SIGN for word in words), 0)  # with their signs, on the emulator too
+        # with their signs, on the emulator too
+        return (*((word ^ _SIGN) - _SIGN for word in words), 0)
 
     return give, take
 
@@ -404,9 +402,7 @@ def _make_send(shape: AttentionShape, pieces: int, count: int) -> Any:
             first = (share * pieces + i // own) * count + tile
             for high in range(2):
                 at = row + (first * 16 + 8 * high + g) * 8
-                store_tagged_if(
-                    at, out[2 * i + high] + offset, tag, is_real & less(tile, count)
-                )
+                store_tagged_if(at, out[2 * i + high] + offset, tag, is_real & less(tile, count))
         is_told = is_real & less(slot + g + share, 1)
         store_tagged_if(row + shape.head_dim * 8, state[0], tag, is_told)
         store_tagged_if(row + shape.head_dim * 8 + 8, total, tag, is_told)

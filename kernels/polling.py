@@ -1,5 +1,6 @@
 """Words that blocks of one running kernel tell each other: whoever needs a word asks for it until it has come.
 
+What has come is not asked for again (`poll_*_again`): polls keep the L2 cache from its work.
 Such memory holds NOTHING before a step; every word is written once in a step, and no arithmetic gives NOTHING (as two halves
 or as a float it is a NaN other than the one that instructions make). So a word is its own announcement: no fence, no counter.
 Where memory is used again and again, a word comes with a tag in one 64-bit store.
@@ -32,6 +33,20 @@ def poll_128_if(address: int, condition: int) -> Four:
 
 
 @op(
+    "rrrr",
+    "rrrrlr",
+    "{.reg .pred p; setp.ne.s32 p, $9, 0; @p ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$8];}",
+    memory=True,
+    tied=4,
+)
+def poll_128_again(a: int, b: int, c: int, d: int, address: int, condition: int) -> Four:
+    """Four words as they are now, or those given where `condition` is 0."""
+    if not condition:
+        return (a, b, c, d)
+    return struct.unpack("<4I", emulator.poll_global(address, 16))
+
+
+@op(
     "r",
     "lr",
     "{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.relaxed.gpu.global.u32 $0, [$1];}",
@@ -46,15 +61,15 @@ def poll_32_if(address: int, condition: int) -> int:
 
 @op(
     "rr",
-    "lr",
-    "{.reg .pred p; .reg .b64 w; setp.ne.s32 p, $3, 0; mov.b64 w, 0; @p ld.relaxed.gpu.global.b64 w, [$2]; "
-    "mov.b64 {$0,$1}, w;}",
+    "rrlr",
+    "{.reg .pred p; .reg .b64 w; setp.ne.s32 p, $5, 0; mov.b64 w, {$2,$3}; "
+    "@p ld.relaxed.gpu.global.b64 w, [$4]; mov.b64 {$0,$1}, w;}",
     memory=True,
 )
-def poll_tagged_if(address: int, condition: int) -> tuple[int, int]:
-    """A word and its tag, or zeros where `condition` is 0."""
+def poll_tagged_again(word: int, tag: int, address: int, condition: int) -> tuple[int, int]:
+    """A word and its tag as they are now, or those given where `condition` is 0."""
     if not condition:
-        return (0, 0)
+        return word, tag
     return struct.unpack("<2I", emulator.poll_global(address, 8))
 
 
@@ -68,6 +83,20 @@ def store_tagged_if(address: int, value: float, tag: int, condition: int) -> Non
     """A float and its tag at once."""
     if condition:
         emulator.write_global(address, struct.pack("<fI", value, tag & 0xFFFFFFFF))
+
+
+@op(
+    "r",
+    "rlr",
+    "{.reg .pred p; setp.ne.s32 p, $3, 0; @p ld.relaxed.gpu.global.u32 $0, [$2];}",
+    memory=True,
+    tied=1,
+)
+def poll_32_again(a: int, address: int, condition: int) -> int:
+    """A word as it is now, or the one given where `condition` is 0."""
+    if not condition:
+        return a
+    return int.from_bytes(emulator.poll_global(address, 4), "little")
 
 
 @op("r", "rr", "max.u16x2 $0, $1, $2;")
