@@ -186,6 +186,9 @@ def make_product(
                     ready = prepare(
                         m, tile + round_tiles, lane & 7, is_real, e0, e1, e2, e3, e4, e5, e6, e7
                     )
+        elif is_normed:
+            # a block's threads meet before each reads residuals that others of it wrote two products before
+            sync_some(1, threads)
         return slot, turn, odd
 
     return feed, work

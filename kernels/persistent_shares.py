@@ -37,7 +37,7 @@ def share_tiles(
         most += 1 / 8
     room = [max(0, min(c, int(most - t))) for c, t in zip(caps, taken, strict=True)]
     for _ in range(sum(room) - free):
-        room[max(range(num_blocks), key=lambda b: taken[b] + room[b])] -= 1
+        room[max((b for b in range(num_blocks) if room[b]), key=lambda b: taken[b] + room[b])] -= 1
     counts[0] = room
     firsts = [0] * len(products)
     shares = []

@@ -88,6 +88,8 @@ def once_each(jobs: Sequence[Job]) -> list[Job]:
     for job in jobs:
         function = variant_of(job).function
         role = job[0] if job[0] in MODULES else job[2]
+        if role == "core":  # attention is another for each format
+            role = f"{job[0]} core"
         first.setdefault((role, function.__module__, function.__qualname__), job)
     return list(first.values())
 

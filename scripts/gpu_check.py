@@ -423,7 +423,7 @@ def mix_rows(runner: DecodeRunner) -> None:
 
 
 def check_core(
-    report: Report, spec: DecodeSpec, tensors: dict[str, Tensor], library: Library
+    report: Report, spec: DecodeSpec, tensors: dict[str, Tensor], library: Library, replays: int
 ) -> None:
     """The one kernel of few rows beside the kernels one by one: the same bits in many replays, and its time."""
     weights, kind = DecodeWeights(spec, tensors), spec.kv_format
@@ -445,7 +445,7 @@ def check_core(
         graphs[0].replay()
         want, written = plain.logits[real], [pool.clone() for pool in pools]
         wrong = 0
-        for _ in range(200):
+        for _ in range(replays):
             for pool, old in zip(pools, before, strict=True):
                 pool.copy_(old)
             graphs[1].replay()
@@ -453,7 +453,7 @@ def check_core(
             same &= all(torch.equal(a, b) for a, b in zip(pools, written, strict=True))
             wrong += not same
         what = "mixed" if context is None else f"context {context}"
-        report.check(f"{kind}, one kernel, {rows} rows, {what}", wrong == 0, f"{wrong} of 200 replays differ")  # fmt: skip
+        report.check(f"{kind}, one kernel, {rows} rows, {what}", wrong == 0, f"{wrong} of {replays} replays differ")  # fmt: skip
         if context == 1024:
             times = [f"{time_graph(graph):.4f}" for graph in (*graphs, graphs[0])]
             report.note(f"{kind}, one kernel, {rows} rows", f"{times[1]} ms", f"one by one {times[0]}, {times[2]} ms")  # fmt: skip
@@ -485,7 +485,7 @@ def main() -> int:
     parser.add_argument("--formats", default="fp16,int4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--contexts", default="0,63,1000", help="lengths for parity")
-    parser.add_argument("--replays", type=int, default=300, help="of each row bucket, for parity")
+    parser.add_argument("--replays", type=int, default=300, help="of each row bucket, for parity and core")
     parser.add_argument(
         "--peer", action="store_true", help="also time the torch.compile decode (minutes)"
     )
@@ -528,7 +528,8 @@ def main() -> int:
                 measure(report, spec, weights, library, count, options.context, options.shares)
     if "core" in only:
         for kind in options.formats.split(","):
-            check_core(report, replace(REFERENCE, kv_format=kind), tensors, library)
+            spec = replace(REFERENCE, kv_format=kind)
+            check_core(report, spec, tensors, library, options.replays)
     run_others(report, only, options.build_dir)
     if options.try_others:
         for count in rows:

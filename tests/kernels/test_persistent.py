@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_worker.graphs import DecodeCache, DecodeRunner, DecodeSpec, DecodeWeights
+from gpu_worker.graphs import REFERENCE, DecodeCache, DecodeRunner, DecodeSpec, DecodeWeights
 from gpu_worker.persistent import PersistentRunner, core_launch
 from kernels import emulator
 from kernels.compiler import Variant
@@ -152,19 +152,13 @@ def test_gives_the_bits_of_the_kernels_one_by_one(
 
 
 def test_tiles_are_shared_out_once_and_evenly() -> None:
-    from gpu_worker.graphs import REFERENCE
-
     shape = core_launch(REFERENCE, 1).shape
     shares = share_tiles(shape.products, 132)
     loads = [0.0] * 132
     for p, name in enumerate(PRODUCTS):
-        product = getattr(shape, name)
-        tiles = [t for share in shares for t in range(share[p][0], share[p][0] + share[p][1])]
-        assert tiles == list(range(-(-product.n // 16)))
         if name != "head":
-            loads = [
-                a + share[p][1] * product.tile_bytes for a, share in zip(loads, shares, strict=True)
-            ]
+            size = getattr(shape, name).tile_bytes
+            loads = [a + share[p][1] * size for a, share in zip(loads, shares, strict=True)]
     assert max(loads) < 1.12 * sum(loads) / 132
     # a third tile of qkv behind one of down would not find room in the rings before it is needed
     assert all(qkv[1] <= 2 for qkv, _, _, down, _ in shares if down[1])
@@ -172,3 +166,15 @@ def test_tiles_are_shared_out_once_and_evenly() -> None:
     assert sorted(places) == list(range(132))
     in_order = [shares[places.index(place)][0][1] for place in range(132)]
     assert in_order == sorted(in_order)
+
+
+@pytest.mark.parametrize("spec", [REFERENCE, SMALL, GROUPED, DecodeSpec(128, 4, 4, 64, 128, 512, 2, 8), DecodeSpec(512, 8, 8, 64, 1024, 300, 2, 4)])  # fmt: skip
+@pytest.mark.parametrize("num_blocks", [2, 132])
+def test_every_tile_is_a_blocks(spec: DecodeSpec, num_blocks: int) -> None:
+    shape = core_launch(spec, 1).shape
+    shares = share_tiles(shape.products, num_blocks)
+    for p, name in enumerate(PRODUCTS):
+        firsts_and_counts = [share[p][:2] for share in shares]
+        tiles = [t for first, count in firsts_and_counts for t in range(first, first + count)]
+        assert tiles == list(range(-(-getattr(shape, name).n // 16)))
+        assert min(count for _, count in firsts_and_counts) >= 0
