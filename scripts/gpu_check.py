@@ -37,7 +37,7 @@ from gpu_worker.graphs import (  # noqa: E402
     DecodeWeights,
     launches_to_try,
 )
-from gpu_worker.persistent import PersistentRunner  # noqa: E402
+from gpu_worker.persistent import PersistentRunner, is_built  # noqa: E402
 from kernels import fragments, reference, sampling  # noqa: E402
 from kernels.launch import Library  # noqa: E402
 from kernels.layout import NUM_SINKS  # noqa: E402
@@ -430,6 +430,9 @@ def check_core(
     num_blocks = torch.cuda.get_device_properties(0).multi_processor_count
     cases: list[tuple[int, int | None]] = [(rows, at) for rows in (1, 3, 8) for at in (1024, 0, 63, 1000, 1900)]  # fmt: skip
     for rows, context in [*cases, (8, None)]:
+        if not is_built(spec, rows, num_blocks):
+            report.note(f"{kind}, one kernel, {rows} rows", "not built", "")
+            continue
         plain = make_runner(spec, weights, rows, 1100 if context is None else context, library)
         if context is None:
             mix_rows(plain)
