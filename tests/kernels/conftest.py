@@ -1,7 +1,4 @@
-"""Which emulated kernels take so long that they run under `./scripts/test --all` alone; a smaller case of each runs every time.
-
-The one kernel of few rows has no smaller case: engines do not use it yet.
-"""
+"""Which emulated kernels take so long that they run under `./scripts/test --all` alone; a smaller case of each runs every time."""
 
 from __future__ import annotations
 
@@ -27,6 +24,8 @@ SLOW = {
     "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[row]",
     "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[rows]",
     "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[team]",
+    "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[ends of blocks]",
+    "test_persistent.py::test_gives_the_bits_of_the_kernels_one_by_one[stored]",
     "test_sampling.py::test_choose_follows_the_order_of_the_design[False-2]",
 }
 

@@ -110,6 +110,7 @@ def _register(runner: DecodeRunner) -> None:
 SMALL = DecodeSpec(64, 1, 1, 64, 48, 40, 1, 2, max_pos=2048)
 WIDER = DecodeSpec(64, 1, 1, 128, 48, 40, 1, 1, max_pos=2048)
 STORED = replace(WIDER, kv_format="int4")
+NARROW = replace(SMALL, loops=1, kv_format="int4")
 GROUPED = DecodeSpec(64, 3, 1, 64, 48, 40, 1, 1, max_pos=2048, kv_format="int4")
 
 
@@ -120,6 +121,7 @@ GROUPED = DecodeSpec(64, 3, 1, 64, 48, 40, 1, 1, max_pos=2048, kv_format="int4")
         pytest.param(SMALL, [64, -1, 0], 2, {"groups": 2}, id="rows"),
         pytest.param(WIDER, [1030], 2, {"groups": 2, "team": 2, "has_prefetch": True}, id="team"),
         pytest.param(STORED, [1093], 2, {"groups": 2, "has_prefetch": True}, id="stored"),
+        pytest.param(NARROW, [70], 2, {"groups": 2, "at_once": 4}, id="a few stored"),
         pytest.param(GROUPED, [127, -1, 2, 64], 2, {"groups": 2}, id="ends of blocks"),
     ],
 )
