@@ -221,12 +221,10 @@ class FusedGraphs(DecodeGraphs):
     ) -> None:
         """`_passes` in one kernel, and a second for what they complete in the cache."""
         paged, spec, positions = self._paged, self._spec, self._by_name["positions"]
-        sinks = paged.sinks
-        pools = (
-            (paged.exact, paged.exact.stride(0)), (paged.stored, paged.stored.stride(0)),
-            (sinks, 0 if sinks is None else sinks.stride(0), None if sinks is None else paged.sink_of),
-        )  # fmt: skip
-        exact, stored, first_keys = pools
+        exact, stored = ((pool, pool.stride(0)) for pool in (paged.exact, paged.stored))
+        first_keys: tuple[Tensor | None, int, Tensor | None] = None, 0, None
+        if paged.sinks is not None:
+            first_keys = paged.sinks, paged.sinks.stride(0), paged.sink_of
         sizes = self._cache.num_tables, self._cache.max_blocks
         launch(
             core.variant, core.grid, core.shares, core.pointers[last_gain], core.told, self.states, *exact, self._written,
