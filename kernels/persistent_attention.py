@@ -59,6 +59,10 @@ def make_attention(launch: CoreLaunch) -> Any:
         raise ValueError(f"{shape} is not built")
     if slot_bytes < PIECE_BYTES:
         raise ValueError(f"attention's pieces do not fit {slot_bytes} bytes")
+    if launch.at_once not in ((1, 4) if shape.format == "int4" else (1,)):
+        raise ValueError(f"{launch.at_once} streams at once are not built for {shape.format}")
+    if max(launch.urgent, launch.in_flight) >= launch.slots:
+        raise ValueError(f"{launch} asks for more pieces than there are slots")
     units, split, group, dim = shape.units, shape.split, shape.group, shape.head_dim
     team, warps = launch.team, launch.warps
     if launch.groups % team or dim % (64 * team):

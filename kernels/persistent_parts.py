@@ -115,7 +115,7 @@ def make_look_x(shape: ProductShape, is_normed: bool) -> Any:
 
 
 def make_look_some_x(shape: ProductShape) -> Any:
-    """Whether a word of a chain's x has come, of those that are asked for: one of row 0 and each tile of 16 columns."""
+    """Whether a word of a chain's x has come, of those that are asked for: two of row 0 and each 32 columns."""
     pairs = shape.k_steps // 2
 
     @traced("r")

@@ -50,7 +50,7 @@ def make_product(
     """
     prepare, finish = ends
     chains, parts, warps = num_chains(product), launch.parts(product), launch.warps
-    if warps % chains or parts > 4:
+    if warps % chains or parts > 4 or launch.round_tiles(product) % (warps // chains):
         raise ValueError(f"{product} does not fit {launch}")
     split, steps = warps // chains, product.k_steps // launch.parts(product)
     chain_bytes, part_bytes, tile_bytes = product.k_steps * 512, steps * 512, product.tile_bytes
