@@ -103,6 +103,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--make", type=Path, help="only write that artifact to this file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kv-format", default="fp16")
     parser.add_argument("--rows", default="1,8,64")
@@ -112,6 +113,11 @@ def main() -> None:
     parser.add_argument("--prefill-chunk", type=int, default=2048)
     parser.add_argument("--build-dir", default="build")
     options = parser.parse_args()
+    if options.make is not None:
+        make(options.make, variant="pure", tokenizer=False, **REFERENCE)
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device")
     with tempfile.TemporaryDirectory() as folder:
         path = options.artifact
         if path is None:
