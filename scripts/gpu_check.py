@@ -488,7 +488,9 @@ def main() -> int:
     parser.add_argument("--formats", default="fp16,int4")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--contexts", default="0,63,1000", help="lengths for parity")
-    parser.add_argument("--replays", type=int, default=300, help="of each row bucket, for parity and core")
+    parser.add_argument(
+        "--replays", type=int, default=300, help="of each row bucket, for parity and core"
+    )
     parser.add_argument(
         "--peer", action="store_true", help="also time the torch.compile decode (minutes)"
     )
