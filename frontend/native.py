@@ -136,7 +136,9 @@ class Prefixes:
         ctx = context(req, self._service)
         name, loops, asked = schemas.prefix(body, ctx)
         tokens = (await encode(asked, ctx.model, 0.0)).prompts[0]
-        reply = await self._ask("register", salt=asked.salt, name=name, tokens=tokens, loops=loops)
+        reply = await self._ask(
+            "register", asked.prompt_param, salt=asked.salt, name=name, tokens=tokens, loops=loops
+        )
         resp.status = falcon.HTTP_201
         entries = [_entry(e) for e in reply.entries if e.name == name]
         set_json(resp, entries[0] if entries else {"name": name, "tokens": len(tokens)})
@@ -150,7 +152,8 @@ class Prefixes:
         await self._ask("delete", salt=_salt(req, self._service), name=named)
         resp.status = falcon.HTTP_204
 
-    async def _ask(self, op: str, **named: Any) -> PrefixReply:
+    async def _ask(self, op: str, prompt: str = "prompt", **named: Any) -> PrefixReply:
+        """What the scheduler replies; `prompt`: the field that gave the prompt."""
         self._service.served_model()
         try:
             reply = await self._service.engine.prefix(op, **named)
@@ -158,9 +161,12 @@ class Prefixes:
             raise from_rejection(rejection) from None
         if reply.code:
             status = _PREFIX_STATUS.get(reply.code, 400)
-            field = reply.message.partition(":")[0]
+            field = reply.message.lstrip("'").partition("'")[0].partition(":")[0]
             param = field if field in ("prompt", "loops", "salt") else "name"
-            raise ApiError(status, reply.message or reply.code, code=reply.code, param=param)
+            message = reply.message or reply.code
+            if param == "prompt":
+                param, message = prompt, message.replace("prompt", prompt, 1)
+            raise ApiError(status, message, code=reply.code, param=param)
         return reply
 
 

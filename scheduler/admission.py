@@ -71,7 +71,7 @@ class Admission:
         ):
             raise Refusal(
                 "slo_unattainable",
-                f"expected to take {request.predicted_ms:.0f} ms, the limit is {slo_ms:.0f} ms",
+                f"expected to take {request.predicted_ms:.0f} ms, the limit is {slo_ms:g} ms",
                 _retry_s(request.predicted_ms - slo_ms),
             )
 

@@ -217,6 +217,9 @@ def test_a_second_sight_of_a_prompt_is_cached(stack: Stack) -> None:
 def test_prefixes_are_registered_hit_listed_and_deleted(stack: Stack) -> None:
     tokens = list(range(300, 370))
     made = {"name": "system", "prompt_tokens": tokens, "cache_salt": "p"}
+    status, _, text = call(stack, "POST", "/prefixes", made | {"prompt_tokens": tokens[:63]})
+    refused = json.loads(text)["error"]
+    assert (status, refused["param"]) == (400, "prompt_tokens") and "64" in refused["message"]
     status, _, text = call(stack, "POST", "/prefixes", made)
     assert status == 201, text
     hit = post(stack, "/generate", prompt_tokens=[*tokens, 7], max_tokens=1, cache_salt="p")
