@@ -147,6 +147,8 @@ def test_gives_the_bits_of_the_kernels_one_by_one(
         assert torch.equal(first, second), name
     for name in ("x", "logits"):
         assert torch.equal(getattr(one_by_one, name)[real], getattr(together, name)[real]), name
+    if spec is NARROW:  # the quick case
+        return
     again = together.logits.clone()
     together.logits.zero_()
     together.launch_step(0)
