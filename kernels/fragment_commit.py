@@ -306,13 +306,11 @@ def _make_passes(dim: int, heads: int) -> Any:
         if place >= 0 and (place & 63 == 63 or place < NUM_SINKS):
             table = row * max_loops + load_i32(row_info + row * 8 + 4) + loop
             at = wide(table * max_blocks + (place >> 6)) * 4
-            block, copy = load_i32(tables + at), load_i32(own_tables + at)
-            if block >= 0 and copy >= 0:
-                for head in range(layer * heads, (layer + 1) * heads):
-                    keep(
-                        exact + wide(copy) * exact_block_bytes, stored + wide(block) * stored_block_bytes, sinks, sinks_bytes,
-                        sink_of, place, block, head, thread_id(),
-                    )  # fmt: skip
+            block, first = load_i32(tables + at), layer * heads
+            own = exact + wide(load_i32(own_tables + at)) * exact_block_bytes
+            target = stored + wide(block) * stored_block_bytes
+            for head in range(first, first + heads):
+                keep(own, target, sinks, sinks_bytes, sink_of, place, block, head, thread_id())
 
     return kernel
 
